@@ -1,0 +1,1 @@
+"""Decoding: everything between a model pass and text ids. `sampling` is the only part that imports JAX."""

@@ -1,0 +1,112 @@
+"""How a run decodes: flag, else generation_config.json, else the family's model card, else the default.
+
+A flag that could have no effect is refused.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from oled_jax.config import DecodingConfig
+from oled_jax.errors import UsageError
+from oled_jax.models.registry import Family
+from oled_jax.text import TokenIds
+
+FIELDS = tuple(
+    f.name for f in dataclasses.fields(DecodingConfig) if f.name not in ("mask_id", "eos_id", "editing")
+)
+EDITING_ONLY = ("editing_threshold", "max_post_steps", "num_to_transfer")
+SCHEDULE_ONLY = ("steps", "minimal_topk")
+SAMPLING_ONLY = ("top_k", "top_p", "seed")
+OPTIONAL = ("editing_threshold", "top_k", "top_p")
+WHOLE = (
+    "gen_length",
+    "block_length",
+    "steps",
+    "minimal_topk",
+    "max_post_steps",
+    "num_to_transfer",
+    "top_k",
+    "seed",
+)
+
+
+def resolve_decoding(
+    flags: Mapping[str, Any], *, family: Family, generation_config: Mapping[str, Any], ids: TokenIds
+) -> DecodingConfig:
+    """The effective decoding settings.
+
+    Args:
+      flags: what the user gave, by field of `DecodingConfig`; other names are ignored.
+      generation_config: the checkpoint's, with Hugging Face's names or the fields' own.
+
+    Raises:
+      UsageError: a flag without effect, or an impossible value.
+    """
+    given = {name: flags[name] for name in FIELDS if name in flags}
+    values = {**family.decoding, **_from_checkpoint(generation_config), **given, **dataclasses.asdict(ids)}
+    del values["notes"]
+    decoding = DecodingConfig(**values)
+    _refuse_idle(given, decoding, family)
+    if decoding.temperature == 0:
+        # Programs are compiled for these values, although nothing depends on them.
+        return dataclasses.replace(decoding, top_k=None, top_p=None, seed=0)
+    return decoding
+
+
+def idle_fields(decoding: DecodingConfig) -> tuple[str, ...]:
+    """Fields that change nothing under these settings."""
+    idle: tuple[str, ...] = SCHEDULE_ONLY if decoding.editing else EDITING_ONLY
+    if decoding.editing and decoding.editing_threshold is None:
+        idle += ("max_post_steps",)
+    return idle + (SAMPLING_ONLY if decoding.temperature == 0 else ())
+
+
+def effective_settings(decoding: DecodingConfig) -> dict[str, Any]:
+    """Every field, None where it does not apply."""
+    idle = idle_fields(decoding)
+    return {name: None if name in idle else value for name, value in dataclasses.asdict(decoding).items()}
+
+
+def _refuse_idle(given: Mapping[str, Any], decoding: DecodingConfig, family: Family) -> None:
+    for name in idle_fields(decoding):
+        if name not in given:
+            continue
+        if name in SAMPLING_ONLY:
+            why = "at temperature 0 nothing is drawn: give --temperature above 0 too, or leave it out"
+        elif decoding.editing and name in EDITING_ONLY:
+            why = "with --editing-threshold none nothing is edited: leave it out"
+        elif decoding.editing:
+            why = f"models of family {family.name} have no schedule: leave it out, or use --max-post-steps"
+        else:
+            why = f"models of family {family.name} do not edit tokens: leave it out"
+        raise UsageError(f"--{name.replace('_', '-')} has no effect, {why}")
+
+
+def _from_checkpoint(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that `generation_config.json` sets. As in transformers, sampling needs `do_sample`."""
+    sampling = ("temperature", "top_k", "top_p")
+    found = {}
+    for name in FIELDS:
+        if name in generation_config and (name not in sampling or generation_config.get("do_sample")):
+            found[name] = _checked(name, generation_config[name])
+    if "gen_length" not in found and generation_config.get("max_new_tokens") is not None:
+        found["gen_length"] = _checked(
+            "gen_length", generation_config["max_new_tokens"], key="max_new_tokens"
+        )
+    return {name: value for name, value in found.items() if value is not None or name in OPTIONAL}
+
+
+def _checked(name: str, value: Any, key: str | None = None) -> Any:
+    """`value` if it has the field's type; null passes."""
+    if value is None:
+        return None
+    if name == "eos_early_stop":
+        right, wanted = isinstance(value, bool), "true or false"
+    elif name in WHOLE:
+        right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    else:
+        right, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    if right:
+        return value
+    raise UsageError(f"generation_config.json: {key or name} is {value!r}, it must be {wanted}")

@@ -1,0 +1,194 @@
+"""`python -m oled_jax.generate`: one prompt in, its continuation out. Wiring only."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+import oled_jax
+from oled_jax import embedded
+from oled_jax.cli import (
+    CommandParser,
+    add_cache_flags,
+    add_decoding_flags,
+    add_model_flags,
+    cache_options,
+    note,
+    run_command,
+)
+from oled_jax.config import DecodingConfig
+from oled_jax.decode.events import Result
+from oled_jax.decoding_options import effective_settings, resolve_decoding
+from oled_jax.engine import Engine
+from oled_jax.load import CacheOptions, OpenedModel, RunShape, load_engine, open_model, plan_run
+from oled_jax.machine import use_compilation_cache
+from oled_jax.memory import MemoryPlan
+from oled_jax.policies.registry import describe_policies, parse_policy
+from oled_jax.prompts import add_prompt_flags, check_prompt_flags, describe_prompt, read_prompt
+from oled_jax.report import (
+    STDOUT,
+    Request,
+    cache_line,
+    check_json_target,
+    request_line,
+    statistics_object,
+    write_json,
+)
+from oled_jax.text import resolve_token_ids
+
+NAME = "oled_jax.generate"
+
+
+def build_parser() -> CommandParser:
+    """The command's flags."""
+    parser = CommandParser(
+        prog=f"python -m {NAME}",
+        description="Generates text with a mixture-of-experts block-diffusion model whose experts are paged.",
+    )
+    parser.add_argument("--version", action="version", version=oled_jax.__version__)
+    add_model_flags(parser)
+    add_prompt_flags(parser)
+    add_decoding_flags(parser)
+    add_cache_flags(parser)
+    parser.add_argument(
+        "--stats-json",
+        metavar="FILE|-",
+        help="write the statistics; with - standard output holds nothing else",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code (`cli.run_command`)."""
+    return run_command(NAME, _generate, argv)
+
+
+def _generate(argv: Sequence[str] | None) -> None:
+    options = build_parser().parse(argv)
+    if options.policy == "list":
+        print(describe_policies())
+        return
+    cache = cache_options(options)
+    check_prompt_flags(options)
+    check_json_target(options.stats_json)
+    model = open_model(options.model, options.dtype)
+    if model.embedded:
+        note(embedded.NOTICE)
+    prompt = _prompt(options, model)
+    decoding = _decoding(options, model)
+    _note_length(model, len(prompt) + decoding.gen_length)
+    use_compilation_cache()
+    shape = RunShape.of([len(prompt)], decoding)
+    plan = plan_run(model, cache, shape, jax.local_devices()[0])
+    for line in _plan_lines(cache, plan):
+        note(line)
+    with _progress(plan.num_layers) as advance:
+        engine, policy = load_engine(model, cache, plan, advance)
+    (result,) = engine.generate([prompt], decoding)
+    if policy is not None:
+        for sentence in policy.notes:
+            note(f"policy {policy.name}: {sentence}")
+    request = Request(prompt_tokens=len(prompt), result=result, text=_text(model, result))
+    settings = _settings(options, model, cache, decoding, shape, plan)
+    _report(options, engine, model, cache, settings, request)
+
+
+def _prompt(options: argparse.Namespace, model: OpenedModel) -> list[int]:
+    default = embedded.PROMPT if model.embedded else None
+    return read_prompt(options, model.codec, model.config.vocab_size, default)
+
+
+def _decoding(options: argparse.Namespace, model: OpenedModel) -> DecodingConfig:
+    ids = resolve_token_ids(
+        mask_flag=options.mask_id,
+        eos_flag=options.eos_id,
+        config=model.config,
+        generation_config=model.generation_config,
+        codec=model.codec,
+        family=model.family,
+        vocab_size=model.config.vocab_size,
+        raw_config=model.raw_config,
+    )
+    for sentence in ids.notes:
+        note(f"note: {sentence}")
+    return resolve_decoding(
+        vars(options), family=model.family, generation_config=model.generation_config, ids=ids
+    )
+
+
+def _note_length(model: OpenedModel, length: int) -> None:
+    longest = model.config.max_position_embeddings
+    if length > longest:
+        note(f"note: prompt and answer may take {length} positions, the model was made for {longest}")
+
+
+def _plan_lines(cache: CacheOptions, plan: MemoryPlan) -> Iterator[str]:
+    yield from plan.lines()
+    chosen = "" if cache.capacity is not None or plan.resident else ", chosen: the largest that fits"
+    if cache.gigabytes is not None or cache.all_resident:
+        chosen = ""
+    yield f"expert cache: {cache.policy}, {plan.capacity:.4g} of {plan.num_experts} experts per layer{chosen}"
+
+
+@contextmanager
+def _progress(num_layers: int) -> Iterator[Callable[[int], None]]:
+    """A bar over the layers that are loaded, where a person can see it."""
+    with tqdm(total=num_layers, desc="loading experts", unit="layer", file=sys.stderr, disable=None) as bar:
+        yield lambda layer: bar.update()
+
+
+def _text(model: OpenedModel, result: Result) -> str | None:
+    return model.codec.decode(result.output_ids) if model.codec.available else None
+
+
+def _settings(
+    options: argparse.Namespace,
+    model: OpenedModel,
+    cache: CacheOptions,
+    decoding: DecodingConfig,
+    shape: RunShape,
+    plan: MemoryPlan,
+) -> dict[str, Any]:
+    """Every effective value."""
+    return {
+        **effective_settings(decoding),
+        **describe_prompt(options, model.codec),
+        "family": model.family.name,
+        "dtype": model.config.dtype,
+        "policy": cache.policy,
+        "policy_options": dataclasses.asdict(parse_policy(cache.policy)[1]),
+        "expert_cache": plan.capacity,
+        "spare_slots": plan.spare,
+        "batch": shape.batch,
+        "kv_positions": shape.kv_positions,
+        "prefill_chunk": shape.chunk,
+    }
+
+
+def _report(
+    options: argparse.Namespace,
+    engine: Engine,
+    model: OpenedModel,
+    cache: CacheOptions,
+    settings: dict[str, Any],
+    request: Request,
+) -> None:
+    statistics = statistics_object(
+        engine, model=model.label, policy=cache.policy, settings=settings, requests=[request]
+    )
+    if options.stats_json != STDOUT:
+        as_text = request.text is not None and options.prompt_ids is None
+        print(request.text if as_text else ",".join(map(str, request.result.output_ids)), flush=True)
+    if options.stats_json is not None:
+        write_json(statistics, options.stats_json)
+    note(request_line(request))
+    note(cache_line(statistics["cache"], engine.config.num_experts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""From what a user says (a model, a cache size, a policy) to an engine.
+
+Opening reads headers only and starts no backend; planning refuses what cannot fit before anything is loaded.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from oled_jax import embedded
+from oled_jax.config import DecodingConfig, ModelConfig
+from oled_jax.convert.hf import HfCheckpoint
+from oled_jax.convert.hub import resolve_model
+from oled_jax.cost.profile import UNMEASURED
+from oled_jax.engine import DEFAULT_SPARE, Engine, WeightSource, load_offloaded, load_resident
+from oled_jax.errors import UsageError
+from oled_jax.machine import device_free_bytes, host_free_bytes, is_unified, prepare_runtime
+from oled_jax.memory import MemoryPlan, page_bytes, plan_memory
+from oled_jax.models.registry import Family, family_named
+from oled_jax.policies.base import Policy, PolicyContext
+from oled_jax.policies.registry import POLICIES, make_policy, parse_policy
+from oled_jax.random_weights import RandomWeights
+from oled_jax.session import kv_capacity, prefill_chunk
+from oled_jax.text import TextCodec
+
+EMBEDDED_LABEL = "embedded"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """A model whose description was read and whose weights were not.
+
+    `label` is what the user called it. `config` has the dtype that the weights will have. `embedded`: it is
+    the small random model that is built in code.
+    """
+
+    label: str
+    config: ModelConfig
+    raw_config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    codec: TextCodec
+    weights: WeightSource
+    embedded: bool = False
+
+    @property
+    def family(self) -> Family:
+        return family_named(self.config.family)
+
+
+def open_model(model: str | None, dtype: str | None = None) -> OpenedModel:
+    """Finds and checks a model, and prepares JAX for its size. Must come before JAX starts its backend.
+
+    Args:
+      model: a directory or hub id; None: the embedded random model.
+      dtype: of the weights; None: the checkpoint's.
+
+    Raises:
+      UsageError: there is no such model, or everything that is wrong with it.
+    """
+    opened = _open_embedded(dtype) if model is None else _open_checkpoint(model, dtype)
+    config = opened.config
+    prepare_runtime(config.num_moe_layers * config.num_experts * page_bytes(config))
+    return opened
+
+
+def _open_checkpoint(model: str, dtype: str | None) -> OpenedModel:
+    directory = resolve_model(model)
+    checkpoint = HfCheckpoint.open(directory)
+    return OpenedModel(
+        label=model,
+        config=dataclasses.replace(checkpoint.config, dtype=dtype or checkpoint.config.dtype),
+        raw_config=checkpoint.raw_config,
+        generation_config=checkpoint.generation_config,
+        codec=TextCodec.open(directory),
+        weights=checkpoint,
+    )
+
+
+def _open_embedded(dtype: str | None) -> OpenedModel:
+    config = embedded.model_config(dtype or "float32")
+    return OpenedModel(
+        label=EMBEDDED_LABEL,
+        config=config,
+        raw_config=embedded.RAW_CONFIG,
+        generation_config=embedded.GENERATION_CONFIG,
+        codec=embedded.byte_codec(),
+        weights=RandomWeights(config, embedded.SEED),
+        embedded=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """How many experts are resident, and who chooses them.
+
+    capacity: experts per MoE layer; None: as many as fit. all_resident: the user said "all". gigabytes: a
+    size of the pool instead.
+    """
+
+    policy: str
+    capacity: int | None = None
+    all_resident: bool = False
+    gigabytes: float | None = None
+
+    @property
+    def is_reference(self) -> bool:
+        """Every page is resident for good, and no policy runs."""
+        return POLICIES[parse_policy(self.policy)[0]].is_reference
+
+    @classmethod
+    def parse(cls, policy: str, expert_cache: str | None, gigabytes: float | None) -> "CacheOptions":
+        """From the flags' words. Raises UsageError for contradictions and impossible values."""
+        entry = POLICIES[parse_policy(policy)[0]]
+        if entry.simulated_only:
+            raise UsageError(
+                f"policy {policy!r} cannot generate: pages appear free of charge, only a replay can do that"
+            )
+        if expert_cache is not None and gigabytes is not None:
+            raise UsageError("--expert-cache and --expert-cache-gb are two ways to say the same: give one")
+        capacity = None
+        if expert_cache is not None and expert_cache not in ("auto", "all"):
+            if not expert_cache.isdecimal() or int(expert_cache) < 1:
+                raise UsageError(
+                    f"--expert-cache {expert_cache}: it must be a whole number of experts per MoE layer, "
+                    "at least 1, or auto or all"
+                )
+            capacity = int(expert_cache)
+        if entry.is_reference and (expert_cache not in (None, "all") or gigabytes is not None):
+            raise UsageError(
+                "--policy all keeps every expert resident: leave out the size of the expert cache"
+            )
+        return cls(policy=policy, capacity=capacity, all_resident=expert_cache == "all", gigabytes=gigabytes)
+
+    def slots(self, config: ModelConfig, spare: int) -> int | None:
+        """Sum of C_l; None: as many as fit. Raises UsageError for a number that the model does not have."""
+        L, E = config.num_moe_layers, config.num_experts
+        if self.all_resident or self.is_reference:
+            return L * E
+        if self.gigabytes is not None:
+            return _slots_of_gigabytes(self.gigabytes, config, spare)
+        if self.capacity is None:
+            return None
+        if self.capacity > E:
+            raise UsageError(
+                f"--expert-cache {self.capacity}: the model has {E} experts per layer, give 1 to {E}, or all"
+            )
+        return L * self.capacity
+
+
+def _slots_of_gigabytes(gigabytes: float, config: ModelConfig, spare: int) -> int:
+    L, E, page = config.num_moe_layers, config.num_experts, page_bytes(config)
+    slots = int(gigabytes * 1e9 // page) - spare
+    if slots < L:
+        raise UsageError(
+            f"--expert-cache-gb {gigabytes:g}: one expert in each of {L} layers and {spare} spare slots need "
+            f"{(L + spare) * page / 1e9:.3g} GB, all {E} experts {(L * E + spare) * page / 1e9:.3g} GB"
+        )
+    return min(slots, L * E)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunShape:
+    """What a run needs beyond the weights. Positions of the KV cache, of a prefill pass, of a block."""
+
+    batch: int
+    kv_positions: int
+    chunk: int
+    block_length: int
+
+    @classmethod
+    def of(cls, prompt_lengths: Sequence[int], decoding: DecodingConfig) -> "RunShape":
+        return cls(
+            batch=len(prompt_lengths),
+            kv_positions=kv_capacity(prompt_lengths, decoding),
+            chunk=prefill_chunk(max(prompt_lengths, default=0), decoding.block_length),
+            block_length=decoding.block_length,
+        )
+
+
+def plan_run(model: OpenedModel, cache: CacheOptions, shape: RunShape, device: jax.Device) -> MemoryPlan:
+    """What the run will occupy on this machine, with the capacity chosen if the user left it open.
+
+    Raises:
+      UsageError: it cannot fit, or the capacity is none of the model's.
+    """
+    config = model.config
+    if config.num_moe_layers == 0:
+        raise UsageError(f"model {model.label} has no routed experts: there is nothing to cache or page")
+    spare = 0 if cache.is_reference else DEFAULT_SPARE
+    slots = cache.slots(config, spare)
+    plan = plan_memory(
+        config,
+        total_slots=config.num_moe_layers if slots is None else slots,
+        spare=spare,
+        resident=cache.is_reference,
+        unified=is_unified(device),
+        device_free=device_free_bytes(device),
+        host_free=host_free_bytes(),
+        **dataclasses.asdict(shape),
+    )
+    if slots is None:
+        plan = plan.with_capacity(max(1, plan.largest_capacity))
+    plan.require_fit()
+    return plan
+
+
+def load_engine(
+    model: OpenedModel, cache: CacheOptions, plan: MemoryPlan, progress: Callable[[int], None] | None = None
+) -> tuple[Engine, Policy | None]:
+    """Builds the policy, then loads the weights.
+
+    Args:
+      plan: of `plan_run`.
+      progress: called with the number of each MoE layer that was loaded.
+
+    Returns:
+      the engine; and its policy, None if every page is resident for good.
+
+    Raises:
+      UsageError: the policy cannot be built here, or the weights cannot be used.
+    """
+    weights = model.weights if progress is None else _Watched(model.weights, progress)
+    if plan.resident:
+        return load_resident(model.config, weights), None
+    context = PolicyContext(
+        num_layers=model.config.num_moe_layers,
+        num_experts=model.config.num_experts,
+        top_k=model.config.num_experts_per_tok,
+        total_slots=plan.total_slots,
+        costs=UNMEASURED,
+    )
+    policy = make_policy(cache.policy, context)
+    return load_offloaded(model.config, weights, policy, spare=plan.spare), policy
+
+
+class _Watched:
+    """A weight source that reports each layer it has read."""
+
+    def __init__(self, weights: WeightSource, progress: Callable[[int], None]) -> None:
+        self._weights = weights
+        self._progress = progress
+
+    def read_trunk(self, dtype: np.dtype) -> dict[tuple[str | int, ...], np.ndarray]:
+        return self._weights.read_trunk(dtype)
+
+    def read_pages(self, moe_layer: int, gate_up: np.ndarray, down: np.ndarray) -> None:
+        self._weights.read_pages(moe_layer, gate_up, down)
+        self._progress(moe_layer)
+
+    def check_finite(self) -> None:
+        self._weights.check_finite()

@@ -1,0 +1,1 @@
+"""Networks in Flax NNX: no policy, no host state, nothing from `offload/`. Begin with `registry.py`."""

@@ -1,0 +1,95 @@
+"""The expert layers that a model calls: pages paged in under a plan, or every page resident.
+
+Both run `ops.grouped_ffn` over a pool; they differ in who says which slot holds which page.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from oled_jax.offload.carriers.base import Carrier
+from oled_jax.offload.plan import PlanLayout
+from oled_jax.offload.pool import Pool
+from oled_jax.ops.grouped_ffn import combine, grouped_ffn, item_pairs
+from oled_jax.ops.grouping import ItemShape, group_pairs
+
+
+class OffloadedExperts:
+    """Experts of which only some are resident. The carry is the pool.
+
+    Args:
+      carrier: asks the manager and moves pages.
+      layout: of this pass's plans.
+      num_layers: MoE layers of the model.
+    """
+
+    def __init__(self, carrier: Carrier, layout: PlanLayout, *, num_layers: int) -> None:
+        self.carrier = carrier
+        self.layout = layout
+        self.num_layers = num_layers
+
+    def __call__(
+        self, layer: int, x: Float[Array, "N D"], ids: Int[Array, "N K"], gates: Float[Array, "N K"], carry: Pool
+    ) -> tuple[Float[Array, "N D"], Pool]:
+        """The combined rows of the routed experts, and the pool after this layer's transfers."""
+        plan = self.carrier.route(layer, x, ids, gates, self.layout)
+        pairs = item_pairs(plan["pair_row"], self.layout.items)
+        rows = jnp.zeros((self.layout.items.pairs, x.shape[1]), x.dtype)
+
+        def one_round(index: Int[Array, ""], state: tuple[Pool, Array]) -> tuple[Pool, Array]:
+            pool, rows = state
+            previous = jnp.maximum(index - 1, 0)
+            first_transfer = jnp.where(index > 0, plan["transfer_end"][previous], 0)
+            first_item = jnp.where(index > 0, plan["item_end"][previous], 0)
+            moves = plan["transfer_expert"], plan["transfer_slot"], first_transfer, plan["transfer_end"][index]
+            pool = self.carrier.fetch(layer, pool, *moves)
+            bounds = first_item, plan["item_end"][index]
+            return pool, grouped_ffn(x, pairs, plan["item_slot"], bounds, *pool, rows)
+
+        pool, rows = jax.lax.fori_loop(0, plan["num_rounds"][0], one_round, (carry, rows))
+        if layer + 1 < self.num_layers:
+            count = plan["prefetch_count"][0]
+            moves = plan["prefetch_expert"], plan["prefetch_slot"], jnp.zeros_like(count), count
+            pool = self.carrier.fetch(layer + 1, pool, *moves)
+        total = self.carrier.add_cpu_share(layer, plan["cpu_pairs"][0], combine(rows, gates))
+        return total.astype(x.dtype), pool
+
+
+class ResidentCarry(NamedTuple):
+    """Routes are outputs of the program, because nothing calls out to the host. routes: ids [N, K] per MoE layer."""
+
+    pool: Pool
+    routes: tuple[Int[Array, "N K"], ...]
+
+
+class ResidentExperts:
+    """Experts that are all resident: expert e of layer l lies in slot l * E + e. No callbacks.
+
+    Args:
+      items: shape of the pass.
+      token_mask: [N], False for padding, which is not computed.
+    """
+
+    def __init__(self, items: ItemShape, token_mask: Bool[Array, " N"]) -> None:
+        self.items = items
+        self.token_mask = token_mask
+
+    def __call__(
+        self,
+        layer: int,
+        x: Float[Array, "N D"],
+        ids: Int[Array, "N K"],
+        gates: Float[Array, "N K"],
+        carry: ResidentCarry,
+    ) -> tuple[Float[Array, "N D"], ResidentCarry]:
+        """The combined rows of the routed experts, and the routes so far."""
+        E = self.items.num_experts
+        keys = jnp.where(self.token_mask[:, None], ids, E).ravel()
+        pair_row, counts = group_pairs(keys, E, self.items.rows, jnp)
+        slots = layer * E + jnp.repeat(jnp.arange(E), counts, total_repeat_length=self.items.max_items)
+        rows = jnp.zeros((self.items.pairs, x.shape[1]), x.dtype)
+        pairs = item_pairs(pair_row, self.items)
+        rows = grouped_ffn(x, pairs, slots, (jnp.zeros_like(counts[0]), counts.sum()), *carry.pool, rows)
+        return combine(rows, gates).astype(x.dtype), ResidentCarry(carry.pool, (*carry.routes, ids))

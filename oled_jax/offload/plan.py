@@ -1,0 +1,71 @@
+"""The plan: what the manager decides for one layer of one pass, as one flat int32 array of fixed size.
+
+The manager writes it through NumPy views, the program reads it by static slices; `PlanLayout` is the only place that
+knows where things are.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from oled_jax.ops.grouping import ItemShape
+
+MAX_PREFETCHES = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanLayout:
+    """Offsets of a plan for a pass of `items` over a layer with `spare` spare slots.
+
+    Fields of a plan (int32):
+      num_rounds []; cpu_pairs []: (token, k) pairs that the CPU computes, 0 if none;
+      transfer_end [R], item_end [R]: end of each round's transfers and items, the last value repeated;
+      transfer_expert [E], transfer_slot [E];
+      item_slot [I]; pair_row [P]: see `ops.grouping.group_pairs`;
+      prefetch_count []; prefetch_expert, prefetch_slot [MAX_PREFETCHES]: pages of the next MoE layer.
+    """
+
+    items: ItemShape
+    spare: int
+
+    @property
+    def max_rounds(self) -> int:
+        """Every round but the last moves at least `spare` pages."""
+        return -(-self.items.num_experts // self.spare)
+
+    @functools.cached_property
+    def slices(self) -> dict[str, slice]:
+        """Where each field lies."""
+        E, R = self.items.num_experts, self.max_rounds
+        sizes = {
+            "num_rounds": 1,
+            "cpu_pairs": 1,
+            "prefetch_count": 1,
+            "transfer_end": R,
+            "item_end": R,
+            "transfer_expert": E,
+            "transfer_slot": E,
+            "item_slot": self.items.max_items,
+            "pair_row": self.items.pairs,
+            "prefetch_expert": MAX_PREFETCHES,
+            "prefetch_slot": MAX_PREFETCHES,
+        }
+        ends = np.cumsum(list(sizes.values())).tolist()
+        return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+
+    @property
+    def size(self) -> int:
+        return max(field.stop for field in self.slices.values())
+
+    def fields(self, flat: Any) -> dict[str, Any]:
+        """Views of a flat plan by field name, for NumPy and for JAX arrays alike."""
+        return {name: flat[field] for name, field in self.slices.items()}
+
+    def empty(self) -> Int[np.ndarray, " size"]:
+        """The plan that does nothing."""
+        flat = np.zeros(self.size, np.int32)
+        flat[self.slices["pair_row"]] = -1
+        return flat

@@ -1,0 +1,50 @@
+"""The pool: device arrays that hold resident pages, one slot per page, for all layers together.
+
+The pool is donated to every pass and updated in place. In one layer all writes of a round precede its reads in one
+chain of values: an update that follows a read of the same value would make XLA copy the whole pool.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class Pool(NamedTuple):
+    """gate_up: gate rows, then up rows. down: Hugging Face orientation, [out, in]."""
+
+    gate_up: Float[Array, "C G D"]
+    down: Float[Array, "C D F"]
+
+
+def empty_pool(num_slots: int, hidden: int, width: int, dtype: jnp.dtype) -> Pool:
+    """A pool of zeros. hidden: D, width: F."""
+    return Pool(jnp.zeros((num_slots, 2 * width, hidden), dtype), jnp.zeros((num_slots, hidden, width), dtype))
+
+
+def fetch(
+    pool: Pool,
+    pages: Pool,
+    experts: Int[Array, " M"],
+    slots: Int[Array, " M"],
+    begin: Int[Array, ""],
+    end: Int[Array, ""],
+) -> Pool:
+    """Copies pages of one layer's store into their slots.
+
+    Args:
+      pool: the pool, updated in place where it is donated.
+      pages: the layer's two store arrays, [E, 2F, D] and [E, D, F], in host memory.
+      experts, slots: page i goes from experts[i] to slots[i], for begin <= i < end.
+    """
+
+    def body(index: Int[Array, ""], pool: Pool) -> Pool:
+        moved = []
+        for source, target in zip(pages, pool, strict=True):
+            page = jax.lax.dynamic_index_in_dim(source, experts[index], keepdims=False)
+            page = jax.device_put(page, jax.memory.Space.Device)
+            moved.append(jax.lax.dynamic_update_index_in_dim(target, page, slots[index], 0))
+        return Pool(*moved)
+
+    return jax.lax.fori_loop(begin, end, body, pool)

@@ -1,0 +1,225 @@
+"""What a cache policy sees, what it answers, and how most policies are put together.
+
+A policy decides and never acts: NumPy in, NumPy out, no JAX, no device memory. The cache manager (in the
+engine) and the simulator call the same object. The manager owns residency; it checks every decision against
+the engine's rules.
+
+Most policies are a retention rule, an allocation rule and a dispatch rule: see `composed.py`.
+"""
+
+# ruff: noqa: B027  (optional hooks: doing nothing is what they do by default)
+
+import abc
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from oled_jax.cost.profile import CostProfile
+from oled_jax.passes import PassKind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FutureRouting:
+    """What every pass will activate, for the oracles. Row i is the i-th pass of the engine, of any kind."""
+
+    activated: Bool[np.ndarray, "I L E"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyContext:
+    """What a policy is built for. Constant while the engine lives.
+
+    total_slots: sum of C_l over the layers, the spare slots not counted.
+    cpu_available: the engine has a CPU expert backend; without one every miss must be transferred.
+    future: the recorded routing that is going to be replayed, if any; None while text is being generated.
+    embedding: a host view of the token embeddings; None where the engine has no such view.
+    """
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    total_slots: int
+    costs: CostProfile
+    cpu_available: bool = False
+    future: FutureRouting | None = dataclasses.field(default=None, repr=False, compare=False)
+    embedding: Float[np.ndarray, "V D"] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassInfo:
+    """One forward pass, as known when it starts. N = batch rows x positions of the pass.
+
+    confidence: c of the previous iteration; 1.0 for prompt tokens and in a block's first iteration.
+    masked: the position holds the mask token. token_mask: the position is real (padding never routes).
+    """
+
+    kind: PassKind
+    token_ids: Int[np.ndarray, " N"]
+    masked: Bool[np.ndarray, " N"]
+    token_mask: Bool[np.ndarray, " N"]
+    confidence: Float[np.ndarray, " N"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IterationOutcome:
+    """One forward pass, as known when the decoder has acted on it.
+
+    token_ids: after the decoder acted. masked: the position held the mask token when the pass began.
+    written: the decoder wrote a token there. confidence: c of this iteration, with the conventions of
+    `PassInfo`.
+    """
+
+    kind: PassKind
+    token_ids: Int[np.ndarray, " N"]
+    written: Bool[np.ndarray, " N"]
+    masked: Bool[np.ndarray, " N"]
+    confidence: Float[np.ndarray, " N"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerRouting:
+    """The router's result for one MoE layer in one pass, and the layer's residency before misses are handled.
+
+    expert_ids: in [0, E) also where token_mask is False; such rows count nothing. loads: tokens per expert, 0
+    where not activated. last_use: number of the last pass that activated the expert, this pass included; -1
+    if never. capacity: C_l. The arrays are lent: they may change after the call.
+    """
+
+    layer: int
+    info: PassInfo
+    expert_ids: Int[np.ndarray, "N K"]
+    gates: Float[np.ndarray, "N K"]
+    loads: Int[np.ndarray, " E"]
+    resident: Bool[np.ndarray, " E"]
+    last_use: Int[np.ndarray, " E"]
+    capacity: int
+
+    @property
+    def activated(self) -> Bool[np.ndarray, " E"]:
+        return self.loads > 0
+
+    @property
+    def misses(self) -> Int[np.ndarray, " M"]:
+        """Activated experts that are not resident, ascending."""
+        return np.flatnonzero((self.loads > 0) & ~self.resident)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageRequest:
+    """A page wanted in device memory ahead of its use. Greater priority first."""
+
+    layer: int
+    expert: int
+    priority: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A policy's answer for one layer of one pass.
+
+    to_gpu: misses to transfer, in this order. to_cpu: the other misses. keep: the resident set afterwards,
+    a subset of resident and to_gpu with at most C_l + |evict| members. prefetch: pages for later layers of
+    this pass; those that are resident or find no room are dropped.
+    evict: pages of other layers, as (layer, expert), that leave so that this layer may grow (global lists
+    only). Each lends its slot to this layer; from then on `Policy.capacities` says so.
+    """
+
+    to_gpu: Int[np.ndarray, " G"]
+    to_cpu: Int[np.ndarray, " H"]
+    keep: Bool[np.ndarray, " E"]
+    prefetch: Sequence[PageRequest] = ()
+    evict: Sequence[tuple[int, int]] = ()
+
+
+class PlanningClock:
+    """Host time spent planning, in microseconds, by part. One per policy; the manager reads and clears it."""
+
+    PARTS = ("priority", "allocation", "dispatch")
+
+    def __init__(self) -> None:
+        self.micros = dict.fromkeys(self.PARTS, 0.0)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.micros[name] += (time.perf_counter() - start) * 1e6
+
+
+class Policy(abc.ABC):
+    """One cache policy. A subclass's docstring says what it keeps, what it moves, and what it does in
+    prefill.
+
+    name: the specification it was built from (`oled:dispatch=gpu`). notes: sentences a user should read once.
+    """
+
+    name: str
+
+    def __init__(self, context: PolicyContext) -> None:
+        self.context = context
+        self.clock = PlanningClock()
+        self.notes: list[str] = []
+
+    def begin_request(self, prompt_ids: Int[np.ndarray, " P"]) -> Sequence[PageRequest]:
+        """A request starts. Returns pages to stage before its first pass."""
+        return ()
+
+    def begin_block(self) -> Sequence[PageRequest]:
+        """A block starts. Returns pages to stage before its first pass."""
+        return ()
+
+    def begin_iteration(self, info: PassInfo) -> None:
+        """A forward pass starts."""
+
+    @abc.abstractmethod
+    def on_route(self, routing: LayerRouting) -> Decision:
+        """Decides for one layer. Called once per MoE layer and pass, in layer order."""
+
+    def end_iteration(self, outcome: IterationOutcome) -> Sequence[PageRequest]:
+        """A forward pass is over and the decoder has acted. Returns pages to stage before the next pass."""
+        return ()
+
+    @abc.abstractmethod
+    def capacities(self) -> Int[np.ndarray, " L"]:
+        """C_l; the sum is at most `context.total_slots`.
+
+        Changes between passes only, except where a decision evicts pages of other layers: so it is read
+        before each layer. The array belongs to the policy.
+        """
+
+    @abc.abstractmethod
+    def scores(self, layer: int) -> Float[np.ndarray, " E"]:
+        """How much each expert of a layer deserves to stay, greater is better; last use breaks ties."""
+
+    def free_residents(self) -> Bool[np.ndarray, "L E"] | None:
+        """The resident set of the next pass, put in place at no cost. None from every policy that can exist.
+
+        Only the content oracle answers; a replay that honours it asks after the constructor and after each
+        `end_iteration`.
+        """
+        return None
+
+    def forget_residents(self) -> None:
+        """Residency was emptied after a failed pass; whoever remembers what is resident forgets it here."""
+
+
+def top_scored(
+    candidates: Bool[np.ndarray, " E"],
+    scores: Float[np.ndarray, " E"],
+    last_use: Int[np.ndarray, " E"],
+    count: int,
+) -> Bool[np.ndarray, " E"]:
+    """The `count` candidates of greatest (score, last use); lower expert numbers win what is still tied."""
+    experts = np.flatnonzero(candidates)
+    if experts.size > count:
+        order = np.lexsort((-last_use[experts], -scores[experts]))
+        experts = experts[order[:count]]
+    chosen = np.zeros_like(candidates)
+    chosen[experts] = True
+    return chosen

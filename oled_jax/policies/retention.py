@@ -1,0 +1,146 @@
+"""Which residents stay: the ranking rules that several policies share."""
+
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float
+
+from oled_jax.passes import PassKind
+from oled_jax.policies.base import IterationOutcome, LayerRouting, PassInfo, PolicyContext
+from oled_jax.policies.composed import Retention
+
+Psi = Literal["confidence", "ones", "square"]
+Confidence = Literal["previous+rerank", "previous", "none"]
+
+
+class Recency(Retention):
+    """Least recently used leaves: every score is 0, and ties are broken by last use."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self._scores = np.zeros(context.num_experts)
+
+    def scores(self, layer: int) -> Float[np.ndarray, " E"]:
+        return self._scores
+
+
+class Frequency(Retention):
+    """Least frequently used leaves. A use is one pass that activates the expert, however many tokens it
+    serves.
+
+    Args:
+      since: when counts return to 0: at each request, or when a request's first pass after its prefill
+      starts.
+      halve_every: passes between two halvings of all counts; None: counts never age.
+    """
+
+    def __init__(
+        self,
+        context: PolicyContext,
+        *,
+        since: Literal["request", "decoding"] = "request",
+        halve_every: int | None = None,
+    ) -> None:
+        super().__init__(context)
+        self.since = since
+        self.halve_every = halve_every
+        self._counts = np.zeros((context.num_layers, context.num_experts))
+        self._passes = 0
+        self._decoding = False
+
+    def begin_request(self) -> None:
+        self._decoding = False
+        if self.since == "request":
+            self._clear()
+
+    def begin_iteration(self, info: PassInfo) -> None:
+        if info.kind is not PassKind.PREFILL and not self._decoding:
+            self._decoding = True
+            if self.since == "decoding":
+                self._clear()
+
+    def _clear(self) -> None:
+        self._counts[:] = 0.0
+        self._passes = 0
+
+    def observe(self, routing: LayerRouting) -> None:
+        self._counts[routing.layer] += routing.activated
+
+    def end_iteration(self, outcome: IterationOutcome) -> None:
+        self._passes += 1
+        if self.halve_every is not None and self._passes % self.halve_every == 0:
+            self._counts *= 0.5
+
+    def scores(self, layer: int) -> Float[np.ndarray, " E"]:
+        return self._counts[layer]
+
+
+class Priority(Retention):
+    """Confidence-weighted router importance (OLED-MoE, inter-iteration retention).
+
+        p_e = sum over tokens t routed to e of g_te * psi(c_t), divided by the same sum over all experts
+
+    Experts that this pass does not activate have p = 0. While a layer runs, only the confidence of the
+    previous iteration exists; with `previous+rerank` the residents are ranked again with this iteration's
+    when it ends.
+
+    Args:
+      psi: confidence: psi(c) = c; ones: 1; square: c * c.
+      confidence: which iteration's confidence ranks; none: gates only, whatever psi says.
+    """
+
+    def __init__(
+        self, context: PolicyContext, *, psi: Psi = "confidence", confidence: Confidence = "previous+rerank"
+    ) -> None:
+        super().__init__(context)
+        self.psi: Psi = "ones" if confidence == "none" else psi
+        self.rerank = confidence == "previous+rerank" and self.psi != "ones"
+        L, E = context.num_layers, context.num_experts
+        self._scores = np.zeros((L, E))
+        self._row_start = (np.arange(L) * E)[:, None, None]
+        self._weights = np.zeros(0)
+        self._mask = np.zeros(0, bool)
+        self._ids = np.zeros((L, 0, context.top_k), np.int64)
+        self._gates = np.zeros((L, 0, context.top_k), np.float32)
+
+    def begin_iteration(self, info: PassInfo) -> None:
+        self._mask = info.token_mask
+        self._weights = self._psi(info.confidence)
+        N = info.token_mask.shape[0]
+        if self.rerank and self._ids.shape[1] != N:
+            L, _, K = self._ids.shape
+            self._ids = np.zeros((L, N, K), np.int64)
+            self._gates = np.zeros((L, N, K), np.float32)
+
+    def _psi(self, confidence: Float[np.ndarray, " N"]) -> Float[np.ndarray, "N 1"]:
+        """psi(c) per token, 0 where there is no token."""
+        weights = self._mask.astype(np.float64)
+        if self.psi == "confidence":
+            weights *= confidence
+        elif self.psi == "square":
+            weights *= confidence * confidence
+        return weights[:, None]
+
+    def observe(self, routing: LayerRouting) -> None:
+        ids, gates = routing.expert_ids, routing.gates
+        if self.rerank:
+            # Copies: the arrays of a routing are only lent, the carrier overwrites them for the next layer.
+            self._ids[routing.layer] = ids
+            self._gates[routing.layer] = gates
+        sums = np.bincount(ids.ravel(), (gates * self._weights).ravel(), self.context.num_experts)
+        total = sums.sum()
+        if total > 0:
+            sums = sums / total
+        self._scores[routing.layer] = sums
+
+    def end_iteration(self, outcome: IterationOutcome) -> None:
+        if not self.rerank:
+            return
+        weights = self._gates * self._psi(outcome.confidence)
+        cells = (self._ids + self._row_start).ravel()
+        sums = np.bincount(cells, weights.ravel(), self._scores.size).reshape(self._scores.shape)
+        totals = sums.sum(axis=1, keepdims=True)
+        self._scores = sums / np.where(totals > 0, totals, 1.0)
+
+    def scores(self, layer: int) -> Float[np.ndarray, " E"]:
+        return self._scores[layer]

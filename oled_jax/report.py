@@ -1,0 +1,163 @@
+"""The statistics of a run: the JSON object (see docs/statistics.md) and the lines a user reads at the end.
+
+A field that does not apply is None, never invented. tests/test_report.py holds the object's schema.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import oled_jax
+from oled_jax.decode.events import Result
+from oled_jax.engine import Engine
+from oled_jax.errors import UsageError
+from oled_jax.machine import describe_machine, device_peak_bytes, host_peak_bytes
+from oled_jax.memory import format_bytes
+from oled_jax.passes import PassKind
+
+STDOUT = "-"
+GROUPS = {
+    "cache": (PassKind.DENOISE, PassKind.EDIT),
+    "cache_prefill": (PassKind.PREFILL,),
+    "cache_commit": (PassKind.COMMIT,),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """One finished request: its prompt's length, its result, and its text where there is a tokenizer."""
+
+    prompt_tokens: int
+    result: Result
+    text: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """An entry of `requests`."""
+        result = self.result
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "output_ids": list(result.output_ids),
+            "text": self.text,
+            "finish": result.finish,
+            "passes": {kind.value: result.passes.get(kind, 0) for kind in PassKind},
+            "ttft_prefill_s": result.ttft_prefill_s,
+            "ttft_block_s": result.ttft_block_s,
+            "decode_s": result.decode_s,
+            "tpot_s": result.tpot_s,
+        }
+
+
+def statistics_object(
+    engine: Engine, *, model: str, policy: str, settings: Mapping[str, Any], requests: Sequence[Request]
+) -> dict[str, Any]:
+    """The whole object, ready for JSON.
+
+    Args:
+      engine: that served all of `requests` and no others.
+      model: what the user called it.
+      policy: its specification, options included.
+      settings: every effective value.
+      requests: in order.
+    """
+    device = jax.local_devices()[0]
+    tokens = sum(len(request.result.output_ids) for request in requests)
+    return {
+        "version": oled_jax.__version__,
+        "model": model,
+        "machine": describe_machine(device),
+        "settings": dict(settings),
+        "requests": [request.as_json() for request in requests],
+        **{name: cache_object(engine, policy, kinds, tokens) for name, kinds in GROUPS.items()},
+        "memory": {
+            "host_peak_bytes": host_peak_bytes(),
+            "device_peak_bytes": device_peak_bytes(device),
+            "store_bytes": engine.store.num_bytes if engine.store else None,
+            "pool_bytes": sum(array.nbytes for array in engine.pool),
+        },
+    }
+
+
+def cache_object(engine: Engine, policy: str, kinds: Sequence[PassKind], tokens: int) -> dict[str, Any]:
+    """Cache figures over the passes of some kinds.
+
+    Args:
+      policy: its specification.
+      tokens: generated ones, for `bytes_per_token`; prefill serves the prompt, so there it does not apply.
+    """
+    summary = dataclasses.asdict(engine.statistics.summary(*kinds))
+    capacities = layer_capacities(engine)
+    per_token = tokens > 0 and PassKind.PREFILL not in kinds
+    return {
+        "policy": policy,
+        "capacity": sum(capacities) / len(capacities) if capacities else None,
+        "capacities": capacities,
+        **summary,
+        "bytes_per_token": summary["bytes_h2d"] / tokens if per_token else None,
+    }
+
+
+def layer_capacities(engine: Engine) -> list[int]:
+    """C_l of every MoE layer as it is now."""
+    if engine.manager is None:
+        return [engine.config.num_experts] * engine.config.num_moe_layers
+    return [int(capacity) for capacity in engine.manager.policy.capacities()]
+
+
+def cache_line(cache: Mapping[str, Any], num_experts: int) -> str:
+    """One line for people, from the `cache` object."""
+    parts = [f"cache: {cache['policy']}", f"capacity {cache['capacity']:g} of {num_experts}"]
+    for name in ("hit_rate", "utilization"):
+        if cache[name] is not None:
+            parts.append(f"{name.replace('_', ' ')} {cache[name]:.1%}")
+    if cache["bytes_per_token"] is not None:
+        parts.append(f"{format_bytes(cache['bytes_per_token'])} per token moved")
+    moved = f"{cache['to_gpu']} transferred, {cache['to_cpu']} on the CPU"
+    parts.append(f"{cache['hits']} hits, {cache['misses']} misses ({moved})")
+    if cache["prefetched"]:
+        parts.append(f"{cache['prefetch_used']} of {cache['prefetched']} prefetches used")
+    if cache["planning_us"] is not None and cache["planning_us"]["total"] > 0:
+        parts.append(f"planning {cache['planning_us']['total'] / 1e3:.2f} ms per pass")
+    return ", ".join(parts)
+
+
+def request_line(request: Request) -> str:
+    """One line for people on a finished request."""
+    result = request.result
+    passes = ", ".join(f"{count} {kind.value}" for kind, count in result.passes.items() if count)
+    speed = "" if result.tpot_s is None else f", {result.tpot_s * 1e3:.1f} ms per token"
+    return (
+        f"generated {len(result.output_ids)} tokens ({result.finish}) in {result.decode_s:.2f} s{speed}; "
+        f"prompt of {request.prompt_tokens} in {result.ttft_prefill_s:.2f} s; passes: {passes or 'none'}"
+    )
+
+
+def check_json_target(target: str | None) -> None:
+    """Raises UsageError if a JSON file cannot be written there, before any work is done."""
+    if target is None or target == STDOUT:
+        return
+    path = Path(target)
+    if path.is_dir():
+        raise UsageError(f"{target} is a directory: give the file to write the statistics to")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{target} cannot be written: there is no directory {path.absolute().parent}")
+
+
+def write_json(value: Mapping[str, Any], target: str) -> None:
+    """Writes one object, indented, to a file or to standard output (`-`). Strict JSON: NaN is a defect.
+
+    Raises:
+      UsageError: the file cannot be written.
+    """
+    text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    if target == STDOUT:
+        sys.stdout.write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{target} cannot be written: {error.strerror}") from error

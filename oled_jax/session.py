@@ -1,0 +1,162 @@
+"""One generation run's view of an engine: the KV cache, the random keys, the confidence of the last iteration.
+
+Implements the decoder's `Denoiser`. Owns everything that ends with the run; what outlives it is the engine's.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from oled_jax.config import DecodingConfig
+from oled_jax.decode.block_diffusion import Prediction
+from oled_jax.decode.sampling import request_numbers
+from oled_jax.models.kv_cache import init_kv_cache
+from oled_jax.passes import PassKind, PassOutcome
+from oled_jax.policies.base import IterationOutcome, PassInfo
+from oled_jax.program import PassInputs, Sampling, sample
+
+if TYPE_CHECKING:
+    from oled_jax.engine import Engine
+
+MAX_CHUNK = 1024  # positions of one prefill pass
+
+
+def prefill_chunk(length: int, block_length: int) -> int:
+    """Positions of one prefill pass for prompts of up to `length`: whole blocks, few different values.
+
+    The number of blocks is a power of two, so that nearby prompt lengths share a program.
+    """
+    blocks = 1 << max(0, math.ceil(length / block_length) - 1).bit_length()
+    return min(blocks, max(1, MAX_CHUNK // block_length)) * block_length
+
+
+def kv_capacity(prompt_lengths: Sequence[int], decoding: DecodingConfig) -> int:
+    """Positions that the KV cache of a run must hold, rounded up to few different values."""
+    L = decoding.block_length
+    longest = max(prompt_lengths, default=0)
+    canvas = math.ceil((longest + decoding.gen_length) / L) * L
+    chunk = prefill_chunk(longest, L)
+    needed = max(canvas, math.ceil(longest // L * L / chunk) * chunk, L)
+    step = max(64, 1 << (needed.bit_length() - 3))
+    return math.ceil(needed / step) * step
+
+
+class Session:
+    """A `Denoiser` over an engine for one batch of prompts.
+
+    Args:
+      engine: runs the passes; no other session may run meanwhile.
+      prompts: token ids per row.
+      decoding: how the run decodes.
+    """
+
+    def __init__(self, engine: "Engine", prompts: Sequence[Sequence[int]], decoding: DecodingConfig) -> None:
+        lengths = [len(prompt) for prompt in prompts]
+        self._engine = engine
+        self._decoding = decoding
+        self._sampling = Sampling(
+            mask_id=decoding.mask_id,
+            temperature=decoding.temperature,
+            top_k=decoding.top_k,
+            top_p=decoding.top_p,
+            editing=decoding.editing,
+        )
+        self._cache = init_kv_cache(engine.config, len(prompts), kv_capacity(lengths, decoding))
+        self._sequence_length = np.int32(max(lengths, default=0) + decoding.gen_length)
+        self._requests = request_numbers(prompts)
+        self._pass_index = 0
+        self._starts = np.full(len(prompts), -1, np.int32)
+        self._confidence = np.ones((len(prompts), decoding.block_length), np.float32)
+
+    def prefill(self, tokens: Int32[np.ndarray, "B P"], lengths: Int32[np.ndarray, " B"]) -> None:
+        """Whole prompt blocks into the KV cache, in equal chunks."""
+        B, P = tokens.shape
+        chunk = prefill_chunk(P, self._decoding.block_length)
+        for start in range(0, P, chunk):
+            part = np.full((B, chunk), self._decoding.mask_id, np.int32)
+            width = min(chunk, P - start)
+            part[:, :width] = tokens[:, start : start + width]
+            mask = start + np.arange(chunk) < lengths[:, None]
+            starts = np.full(B, start, np.int32)
+            ones = np.ones((B, chunk), np.float32)
+            self._run(PassKind.PREFILL, part, starts, mask, ones)
+            self._engine.end_iteration(
+                IterationOutcome(
+                    kind=PassKind.PREFILL,
+                    token_ids=part.ravel(),
+                    written=np.zeros(B * chunk, bool),
+                    masked=np.zeros(B * chunk, bool),
+                    confidence=ones.ravel(),
+                )
+            )
+
+    def forward(
+        self,
+        kind: PassKind,
+        tokens: Int32[np.ndarray, "B T"],
+        starts: Int32[np.ndarray, " B"],
+        active: Bool[np.ndarray, " B"],
+        commit: Bool[np.ndarray, " B"],
+        is_prompt: Bool[np.ndarray, "B T"],
+    ) -> Prediction | None:
+        """One pass over one block per row. See `Denoiser`."""
+        entered = active & (starts != self._starts)
+        if entered.any():
+            self._confidence[entered] = 1.0
+            self._starts = np.where(active, starts, self._starts)
+            self._engine.begin_block()
+        mask = np.broadcast_to(active[:, None], tokens.shape)
+        hidden = self._run(kind, tokens, starts, mask, self._confidence)
+        pass_index = self._pass_index
+        self._pass_index += 1
+        if not (active & ~commit).any():
+            return None
+        engine, seed = self._engine, np.int32(self._decoding.seed)
+        predicted = sample(
+            engine.config, self._sampling, engine.trunk, hidden, seed, self._requests, np.int32(pass_index)
+        )
+        return Prediction(*(np.asarray(array) for array in jax.device_get(predicted)))
+
+    def end_pass(self, outcome: PassOutcome) -> None:
+        """Gives the cache manager what the decoder did."""
+        self._confidence = outcome.confidence.copy()
+        self._engine.end_iteration(
+            IterationOutcome(
+                kind=outcome.kind,
+                token_ids=outcome.tokens_after.ravel(),
+                written=outcome.written.ravel(),
+                masked=outcome.masked_before.ravel(),
+                confidence=outcome.confidence.ravel(),
+            )
+        )
+
+    def _run(
+        self,
+        kind: PassKind,
+        tokens: Int32[np.ndarray, "B T"],
+        starts: Int32[np.ndarray, " B"],
+        token_mask: Bool[np.ndarray, "B T"],
+        confidence: np.ndarray,
+    ) -> jax.Array:
+        info = PassInfo(
+            kind=kind,
+            token_ids=tokens.ravel(),
+            masked=(tokens == self._decoding.mask_id).ravel() & token_mask.ravel(),
+            token_mask=token_mask.ravel(),
+            confidence=confidence.ravel(),
+        )
+        inputs = PassInputs(
+            tokens=jnp.asarray(tokens),
+            starts=jnp.asarray(starts),
+            token_mask=jnp.asarray(token_mask),
+            sequence_length=jnp.asarray(self._sequence_length),
+            manager=jnp.asarray(self._engine.handle),
+        )
+        cache, self._cache = self._cache, None
+        self._cache, hidden = self._engine.run_pass(info, inputs, cache, self._decoding.block_length)
+        return hidden

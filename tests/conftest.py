@@ -1,0 +1,27 @@
+"""Fixtures that every test folder uses: the golden reference data, unpacked once a session."""
+
+import tarfile
+from pathlib import Path
+
+import jax
+import pytest
+
+ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the golden reference data (its README.md says what each file holds)."""
+    folder = tmp_path_factory.mktemp("golden")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if jax.default_backend() == "gpu":
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

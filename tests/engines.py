@@ -1,0 +1,79 @@
+"""Engines over golden checkpoints, for tests anywhere. A recorder keeps the hidden states of every pass."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from oled_jax.config import DecodingConfig
+from oled_jax.convert.hf import HfCheckpoint
+from oled_jax.cost.profile import UNMEASURED
+from oled_jax.decode.events import Result
+from oled_jax.engine import Engine, load_offloaded, load_resident
+from oled_jax.models.kv_cache import KVCache
+from oled_jax.passes import PassKind
+from oled_jax.policies.base import PassInfo, Policy, PolicyContext
+from oled_jax.policies.registry import make_policy
+from oled_jax.program import PassInputs, head_logits
+
+GREEDY = DecodingConfig(mask_id=511, eos_id=508, gen_length=24, block_length=8, threshold=0.5)
+
+
+class RecordedEngine(Engine):
+    """Keeps, for every pass, its kind and the logits of its real positions."""
+
+    recorded: list[tuple[PassKind, np.ndarray]]
+
+    def run_pass(
+        self, info: PassInfo, inputs: PassInputs, cache: KVCache, block_length: int
+    ) -> tuple[KVCache, jax.Array]:
+        cache, hidden = super().run_pass(info, inputs, cache, block_length)
+        logits = np.asarray(head_logits(self.config, self.trunk, hidden))
+        self.recorded.append((info.kind, logits.reshape(-1, logits.shape[-1])[info.token_mask]))
+        if self.manager is not None:
+            check_residency(self)
+        return cache, hidden
+
+
+def check_residency(engine: Engine) -> None:
+    """No slot twice, none lost, |R_l| <= C_l."""
+    manager = engine.manager
+    assert manager is not None
+    manager.residency.check()
+    assert np.all(manager.residency.counts() <= manager.policy.capacities())
+    assert manager.residency.free_slots >= manager.spare
+
+
+def context(config, capacity: int, **changes) -> PolicyContext:
+    shape = PolicyContext(
+        num_layers=config.num_moe_layers,
+        num_experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        total_slots=capacity * config.num_moe_layers,
+        costs=UNMEASURED,
+    )
+    return dataclasses.replace(shape, **changes)
+
+
+def open_tiny(folder: Path, dtype: str = "float32") -> tuple:
+    checkpoint = HfCheckpoint.open(folder / "llada2-tiny")
+    return dataclasses.replace(checkpoint.config, dtype=dtype), checkpoint
+
+
+def build(config, source, policy: str | Policy, capacity: int = 0, spare: int = 5) -> RecordedEngine:
+    """An engine under a policy; "all" holds every page."""
+    if policy == "all":
+        engine = load_resident(config, source)
+    else:
+        if isinstance(policy, str):
+            policy = make_policy(policy, context(config, capacity))
+        engine = load_offloaded(config, source, policy, spare=spare)
+    engine.__class__ = RecordedEngine
+    engine.recorded = []
+    return engine
+
+
+def run(engine: Engine, prompts: Sequence[Sequence[int]], decoding: DecodingConfig = GREEDY) -> list[Result]:
+    return engine.generate(prompts, decoding)
