@@ -17,7 +17,8 @@ import jax
 
 from oled_jax.config import DTYPES
 from oled_jax.errors import UsageError
-from oled_jax.load import CacheOptions
+from oled_jax.load import CPU_OFF, CacheOptions
+from oled_jax.offload.cpu_experts.registry import AUTO, BACKENDS
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA begins the message of a failed allocation
@@ -167,11 +168,29 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[:OPTION=VALUE...]",
         help="cache policy (default: oled); list: show them; all: keep every expert resident",
     )
+    group.add_argument(
+        "--cpu-experts",
+        choices=(CPU_OFF, AUTO, *BACKENDS),
+        help="what computes the misses that a policy leaves to the CPU; auto: the fastest by a short "
+        "measurement (default: auto with a GPU or a policy that needs it, else off)",
+    )
+    group.add_argument(
+        "--cpu-threads",
+        type=whole_number(1),
+        metavar="N",
+        help="worker threads of the CPU experts (default: physical cores minus two)",
+    )
 
 
 def cache_options(options: argparse.Namespace) -> CacheOptions:
     """The flags of `add_cache_flags`. Raises UsageError for contradictions and impossible values."""
-    return CacheOptions.parse(options.policy, options.expert_cache, options.expert_cache_gb)
+    return CacheOptions.parse(
+        options.policy,
+        options.expert_cache,
+        options.expert_cache_gb,
+        cpu_experts=options.cpu_experts,
+        cpu_threads=options.cpu_threads,
+    )
 
 
 def add_decoding_flags(parser: argparse.ArgumentParser) -> None:

@@ -4,9 +4,9 @@ Nothing else knows all parts. One engine runs one generation at a time; what bel
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from oled_jax.errors import UsageError
 from oled_jax.models.kv_cache import KVCache
 from oled_jax.models.registry import assemble
 from oled_jax.offload.carriers.portable import register
+from oled_jax.offload.cpu_experts.registry import make_cpu_experts
 from oled_jax.offload.manager import CacheManager
 from oled_jax.offload.pool import Pool, empty_pool
 from oled_jax.offload.statistics import CacheStatistics
@@ -63,7 +64,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        trunk: nnx.State,
+        trunk: nnx.State[Any, Any],
         *,
         pool: Pool,
         store: PageStore | None = None,
@@ -74,9 +75,11 @@ class Engine:
         self.store = store
         self.manager = manager
         self.handle = np.int32(register(manager) if manager else 0)
-        self.statistics = manager.statistics if manager else _resident_statistics(config, pool)
+        self.statistics = manager.statistics if manager else _resident_statistics(config)
         self._pool = pool
+        self.cpu_experts = manager.cpu_experts if manager else None
         self._running = threading.Lock()
+        self._warm: set[Hashable] = set()
 
     @property
     def pool(self) -> Pool:
@@ -107,6 +110,11 @@ class Engine:
             session = Session(self, prompts, decoding)
             yield from BlockDiffusion(session, decoding).run(prompts)
 
+    def close(self) -> None:
+        """Ends the threads of the CPU backend. The engine cannot be used afterwards."""
+        if self.cpu_experts is not None:
+            self.cpu_experts.close()
+
     def run_pass(
         self, info: PassInfo, inputs: PassInputs, cache: KVCache, block_length: int
     ) -> tuple[KVCache, jax.Array]:
@@ -115,10 +123,9 @@ class Engine:
         Returns:
           the cache, and the hidden states [B, T, D].
         """
-        spare, uses_cpu = None, False
+        spare = self.manager.spare if self.manager else None
+        uses_cpu = self.cpu_experts is not None and info.kind is not PassKind.PREFILL
         if self.manager is not None:
-            spare = self.manager.spare
-            uses_cpu = self.manager.cpu_experts is not None and info.kind is not PassKind.PREFILL
             self.manager.begin_pass(info)
         spec = PassSpec(config=self.config, block_length=block_length, spare=spare, uses_cpu=uses_cpu)
         layers = self.store.layers if self.store else ()
@@ -133,6 +140,26 @@ class Engine:
         else:
             self._count_routes(info, outputs.routes)
         return cache, outputs.hidden
+
+    @contextmanager
+    def warm_up(self, kind: PassKind, shape: Hashable) -> Iterator[bool]:
+        """Passes inside compile programs of this shape and are planned and counted by nobody.
+
+        Yields:
+          whether this is the first time for this kind of pass and shape.
+        """
+        cold = (kind, shape) not in self._warm
+        manager, statistics = self.manager, self.statistics
+        self.statistics = _resident_statistics(self.config)
+        if manager is not None:
+            manager.idle = True
+        try:
+            yield cold
+        finally:
+            self.statistics = statistics
+            if manager is not None:
+                manager.idle = False
+        self._warm.add((kind, shape))
 
     def begin_block(self) -> None:
         """Some row enters a new block."""
@@ -190,7 +217,7 @@ class Engine:
             self._running.release()
 
 
-def _resident_statistics(config: ModelConfig, pool: Pool) -> CacheStatistics:
+def _resident_statistics(config: ModelConfig) -> CacheStatistics:
     return CacheStatistics(num_layers=config.num_moe_layers, num_experts=config.num_experts, page_bytes=0)
 
 
@@ -215,7 +242,13 @@ def load_resident(config: ModelConfig, source: WeightSource) -> Engine:
 
 
 def load_offloaded(
-    config: ModelConfig, source: WeightSource, policy: Policy, *, spare: int = DEFAULT_SPARE
+    config: ModelConfig,
+    source: WeightSource,
+    policy: Policy,
+    *,
+    spare: int = DEFAULT_SPARE,
+    cpu_backend: str | None = None,
+    cpu_threads: int | None = None,
 ) -> Engine:
     """An engine that pages experts between host and device under a policy.
 
@@ -224,6 +257,8 @@ def load_offloaded(
       source: the weights.
       policy: built for this model and capacity.
       spare: slots beyond the capacity that transfers land in.
+      cpu_backend: what computes the misses that the policy leaves to the CPU, see `make_cpu_experts`.
+      cpu_threads: its worker threads; None: the backend's default.
     """
     trunk = _load_trunk(config, source)
     L, E, D, F = config.num_moe_layers, config.num_experts, config.hidden_size, config.moe_intermediate_size
@@ -232,11 +267,15 @@ def load_offloaded(
     for layer in range(L):
         source.read_pages(layer, *store.views(layer))
     source.check_finite()
-    manager = CacheManager(policy, spare=spare, page_bytes=config.page_parameters * dtype.itemsize)
+    cpu_experts = None
+    if cpu_backend is not None:
+        cpu_experts = make_cpu_experts(cpu_backend, [store.views(layer) for layer in range(L)], threads=cpu_threads)
+    page_bytes = config.page_parameters * dtype.itemsize
+    manager = CacheManager(policy, spare=spare, page_bytes=page_bytes, cpu_experts=cpu_experts)
     pool = empty_pool(manager.residency.num_slots, D, F, dtype)
     return Engine(config, trunk, pool=pool, store=store, manager=manager)
 
 
-def _load_trunk(config: ModelConfig, source: WeightSource) -> nnx.State:
+def _load_trunk(config: ModelConfig, source: WeightSource) -> nnx.State[Any, Any]:
     _, state = assemble(config, source.read_trunk(jnp.dtype(config.dtype)))
     return jax.device_put(state, jax.local_devices()[0])

@@ -89,12 +89,16 @@ def _generate(argv: Sequence[str] | None) -> None:
         note(line)
     with _progress(plan.num_layers) as advance:
         engine, policy = load_engine(model, cache, plan, advance)
+    if engine.cpu_experts is not None:
+        note(engine.cpu_experts.description)
+        for sentence in engine.cpu_experts.notes:
+            note(f"note: {sentence}")
     (result,) = engine.generate([prompt], decoding)
     if policy is not None:
         for sentence in policy.notes:
             note(f"policy {policy.name}: {sentence}")
     request = Request(prompt_tokens=len(prompt), result=result, text=_text(model, result))
-    settings = _settings(options, model, cache, decoding, shape, plan)
+    settings = _settings(options, model, cache, decoding, shape, plan) | _cpu_settings(engine)
     _report(options, engine, model, cache, settings, request)
 
 
@@ -168,6 +172,12 @@ def _settings(
         "kv_positions": shape.kv_positions,
         "prefill_chunk": shape.chunk,
     }
+
+
+def _cpu_settings(engine: Engine) -> dict[str, Any]:
+    """The CPU backend that was chosen; null where every miss is transferred."""
+    cpu = engine.cpu_experts
+    return {"cpu_experts": cpu.name if cpu else None, "cpu_threads": cpu.threads if cpu else None}
 
 
 def _report(

@@ -12,7 +12,7 @@ import numpy as np
 
 from oled_jax import embedded
 from oled_jax.config import DecodingConfig, ModelConfig
-from oled_jax.convert.hf import HfCheckpoint
+from oled_jax.convert.checkpoint import open_checkpoint
 from oled_jax.convert.hub import resolve_model
 from oled_jax.cost.profile import UNMEASURED
 from oled_jax.engine import DEFAULT_SPARE, Engine, WeightSource, load_offloaded, load_resident
@@ -20,6 +20,7 @@ from oled_jax.errors import UsageError
 from oled_jax.machine import device_free_bytes, host_free_bytes, is_unified, prepare_runtime
 from oled_jax.memory import MemoryPlan, page_bytes, plan_memory
 from oled_jax.models.registry import Family, family_named
+from oled_jax.offload.cpu_experts.registry import AUTO
 from oled_jax.policies.base import Policy, PolicyContext
 from oled_jax.policies.registry import POLICIES, make_policy, parse_policy
 from oled_jax.random_weights import RandomWeights
@@ -27,6 +28,7 @@ from oled_jax.session import kv_capacity, prefill_chunk
 from oled_jax.text import TextCodec
 
 EMBEDDED_LABEL = "embedded"
+CPU_OFF = "off"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ def open_model(model: str | None, dtype: str | None = None) -> OpenedModel:
 
 def _open_checkpoint(model: str, dtype: str | None) -> OpenedModel:
     directory = resolve_model(model)
-    checkpoint = HfCheckpoint.open(directory)
+    checkpoint = open_checkpoint(directory)
     return OpenedModel(
         label=model,
         config=dataclasses.replace(checkpoint.config, dtype=dtype or checkpoint.config.dtype),
@@ -97,10 +99,14 @@ class CacheOptions:
     """How many experts are resident, and who chooses them.
 
     capacity: experts per MoE layer; None: as many as fit. all_resident: the user said "all". gigabytes: a
-    size of the pool instead.
+    size of the pool instead. cpu_experts: backend for misses left to the CPU, "off", or None for the
+    default: "auto" where a policy can use it and the device is not the CPU itself, or where the policy
+    needs one.
     """
 
     policy: str
+    cpu_experts: str | None = None
+    cpu_threads: int | None = None
     capacity: int | None = None
     all_resident: bool = False
     gigabytes: float | None = None
@@ -110,8 +116,22 @@ class CacheOptions:
         """Every page is resident for good, and no policy runs."""
         return POLICIES[parse_policy(self.policy)[0]].is_reference
 
+    def cpu_backend(self, device: jax.Device) -> str | None:
+        """The backend to build; None: every miss is transferred."""
+        if self.cpu_experts is not None:
+            return None if self.cpu_experts == CPU_OFF else self.cpu_experts
+        needed = POLICIES[parse_policy(self.policy)[0]].needs_cpu
+        return AUTO if needed or device.platform != "cpu" else None
+
     @classmethod
-    def parse(cls, policy: str, expert_cache: str | None, gigabytes: float | None) -> "CacheOptions":
+    def parse(
+        cls,
+        policy: str,
+        expert_cache: str | None,
+        gigabytes: float | None,
+        cpu_experts: str | None = None,
+        cpu_threads: int | None = None,
+    ) -> "CacheOptions":
         """From the flags' words. Raises UsageError for contradictions and impossible values."""
         entry = POLICIES[parse_policy(policy)[0]]
         if entry.simulated_only:
@@ -132,7 +152,18 @@ class CacheOptions:
             raise UsageError(
                 "--policy all keeps every expert resident: leave out the size of the expert cache"
             )
-        return cls(policy=policy, capacity=capacity, all_resident=expert_cache == "all", gigabytes=gigabytes)
+        if entry.is_reference and (cpu_experts is not None or cpu_threads is not None):
+            raise UsageError("--cpu-experts and --cpu-threads have no effect with --policy all: nothing misses")
+        if cpu_threads is not None and cpu_experts == CPU_OFF:
+            raise UsageError("--cpu-threads has no effect with --cpu-experts off")
+        return cls(
+            policy=policy,
+            capacity=capacity,
+            all_resident=expert_cache == "all",
+            gigabytes=gigabytes,
+            cpu_experts=cpu_experts,
+            cpu_threads=cpu_threads,
+        )
 
     def slots(self, config: ModelConfig, spare: int) -> int | None:
         """Sum of C_l; None: as many as fit. Raises UsageError for a number that the model does not have."""
@@ -225,15 +256,24 @@ def load_engine(
     weights = model.weights if progress is None else _Watched(model.weights, progress)
     if plan.resident:
         return load_resident(model.config, weights), None
+    backend = cache.cpu_backend(jax.local_devices()[0])
     context = PolicyContext(
         num_layers=model.config.num_moe_layers,
         num_experts=model.config.num_experts,
         top_k=model.config.num_experts_per_tok,
         total_slots=plan.total_slots,
         costs=UNMEASURED,
+        cpu_available=backend is not None,
     )
     policy = make_policy(cache.policy, context)
-    return load_offloaded(model.config, weights, policy, spare=plan.spare), policy
+    if not policy.uses_cpu:
+        if cache.cpu_experts not in (None, CPU_OFF) or cache.cpu_threads is not None:
+            raise UsageError(f"--cpu-experts and --cpu-threads have no effect: policy {cache.policy!r} transfers every miss")
+        backend = None
+    engine = load_offloaded(
+        model.config, weights, policy, spare=plan.spare, cpu_backend=backend, cpu_threads=cache.cpu_threads
+    )
+    return engine, policy
 
 
 class _Watched:

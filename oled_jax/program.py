@@ -7,6 +7,7 @@ cache manager is reached through a handle that is an operand.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,9 +50,7 @@ class PassSpec:
     uses_cpu: bool
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PassInputs:
+class PassInputs(NamedTuple):
     """One chunk of T positions per row. token_mask: False for padding and finished rows, which never route."""
 
     tokens: Int32[Array, "B T"]
@@ -61,9 +60,7 @@ class PassInputs:
     manager: Int32[Array, ""]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PassOutputs:
+class PassOutputs(NamedTuple):
     """routes: expert ids per MoE layer; empty unless every page is resident (else the manager has seen them)."""
 
     hidden: Array
@@ -72,7 +69,12 @@ class PassOutputs:
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames=("pool", "cache"))
 def forward_pass(
-    spec: PassSpec, trunk: nnx.State, store: Sequence[Pool], pool: Pool, cache: KVCache, inputs: PassInputs
+    spec: PassSpec,
+    trunk: nnx.State[Any, Any],
+    store: Sequence[Pool],
+    pool: Pool,
+    cache: KVCache,
+    inputs: PassInputs,
 ) -> tuple[Pool, KVCache, PassOutputs]:
     """One pass through the trunk. Pool and cache are donated and updated in place.
 
@@ -108,7 +110,7 @@ def forward_pass(
 def sample(
     config: ModelConfig,
     sampling: Sampling,
-    trunk: nnx.State,
+    trunk: nnx.State[Any, Any],
     hidden: Array,
     seed: Int32[Array, ""],
     requests: Int32[Array, " B"],
@@ -127,7 +129,7 @@ def sample(
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def head_logits(config: ModelConfig, trunk: nnx.State, hidden: Array) -> Float32[Array, "B T V"]:
+def head_logits(config: ModelConfig, trunk: nnx.State[Any, Any], hidden: Array) -> Float32[Array, "B T V"]:
     """Logits of hidden states that `forward_pass` returned."""
     return nnx.merge(graph_definition(config), trunk).logits(hidden)
 

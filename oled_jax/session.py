@@ -72,6 +72,21 @@ class Session:
         self._pass_index = 0
         self._starts = np.full(len(prompts), -1, np.int32)
         self._confidence = np.ones((len(prompts), decoding.block_length), np.float32)
+        self._warm_up(max(lengths, default=0) // decoding.block_length * decoding.block_length)
+
+    def _warm_up(self, prefill_length: int) -> None:
+        """Compiles the run's programs by passes in which no token routes, so that no compilation is timed."""
+        B, L = self._confidence.shape
+        chunk = (prefill_chunk(prefill_length, L),) if prefill_length else ()
+        for kind, width in zip((PassKind.DENOISE, PassKind.PREFILL), (L, *chunk), strict=False):
+            tokens, starts = np.zeros((B, width), np.int32), np.zeros(B, np.int32)
+            nothing = np.zeros((B, width), bool)
+            shape = (width, L, self._cache.capacity, B, self._sampling)
+            with self._engine.warm_up(kind, shape) as cold:
+                if cold:
+                    hidden = self._run(kind, tokens, starts, nothing, np.ones((B, width), np.float32))
+                    if kind is PassKind.DENOISE:
+                        jax.block_until_ready(self._sample(hidden, 0))
 
     def prefill(self, tokens: Int32[np.ndarray, "B P"], lengths: Int32[np.ndarray, " B"]) -> None:
         """Whole prompt blocks into the KV cache, in equal chunks."""
@@ -116,11 +131,12 @@ class Session:
         self._pass_index += 1
         if not (active & ~commit).any():
             return None
-        engine, seed = self._engine, np.int32(self._decoding.seed)
-        predicted = sample(
-            engine.config, self._sampling, engine.trunk, hidden, seed, self._requests, np.int32(pass_index)
-        )
+        predicted = self._sample(hidden, pass_index)
         return Prediction(*(np.asarray(array) for array in jax.device_get(predicted)))
+
+    def _sample(self, hidden: jax.Array, pass_index: int) -> tuple[jax.Array, jax.Array]:
+        config, trunk, seed = self._engine.config, self._engine.trunk, np.int32(self._decoding.seed)
+        return sample(config, self._sampling, trunk, hidden, seed, self._requests, np.int32(pass_index))
 
     def end_pass(self, outcome: PassOutcome) -> None:
         """Gives the cache manager what the decoder did."""

@@ -47,7 +47,9 @@ def main() -> None:
     columns = [key for key in rows[0] if not isinstance(rows[0][key], dict)]
     print(" | ".join(columns))
     for row in rows:
-        print(" | ".join(f"{row[key]:.3f}" if isinstance(row[key], float) else str(row[key]) for key in columns))
+        print(
+            " | ".join(f"{row[key]:.3f}" if isinstance(row[key], float) else str(row[key]) for key in columns)
+        )
 
 
 def measure(args: argparse.Namespace, config) -> list[dict]:

@@ -24,10 +24,14 @@ class ExpertTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where each part of the model lies. `experts` is indexed by MoE layer, counted from 0."""
+    """Where each part of the model lies. `experts` is indexed by MoE layer, counted from 0.
+
+    `redundant` tensors stand in the files and are not read: the head of a tied model.
+    """
 
     trunk: tuple[tuple[TrunkTensor, StoredTensor], ...]
     experts: tuple[tuple[ExpertTensor, ...], ...]
+    redundant: tuple[StoredTensor, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -46,8 +50,10 @@ def match_tensors(family: Family, config: ModelConfig, shards: Shards, problems:
     experts = tuple(
         tuple(_layer_experts(family, config, layer, matcher)) for layer in family.moe_layers(config)
     )
-    matcher.note_extras(family.ignored_tensors(config))
-    return Layout(trunk=tuple(trunk), experts=experts)
+    ignored = family.ignored_tensors(config)
+    matcher.note_extras(ignored)
+    redundant = tuple(shards.tensors[name] for name in ignored if name in shards.tensors)
+    return Layout(trunk=tuple(trunk), experts=experts, redundant=redundant)
 
 
 def _layer_experts(

@@ -1,4 +1,4 @@
-"""Safetensors files: headers, and reads of tensor bytes straight into the caller's arrays.
+"""Safetensors files: headers. And, for any file of plain bytes, reads straight into the caller's arrays.
 
 Files are open only for the length of a call. The format is 8 bytes of header length (little endian), a JSON
 header, then the data. The header is parsed here because reading in place needs the byte offsets, which the
@@ -30,7 +30,11 @@ CHUNK_BYTES = 1 << 20  # small enough that a chunk is still in cache when it is 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies: `offset` bytes from the start of `file`. `dtype` is the safetensors code."""
+    """Where a tensor lies: `offset` bytes from the start of `file`. `dtype` is the safetensors code.
+
+    A tensor may lie in `pieces` of equal size that begin every `stride` bytes (experts that were stacked in
+    the source, and whose gate and up share a page here).
+    """
 
     name: str
     file: Path
@@ -38,6 +42,16 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    pieces: int = 1
+    stride: int = 0
+
+    def position(self, element: int) -> int:
+        """Where in the file the element of this number begins, counted in C order."""
+        byte = element * READABLE[self.dtype].itemsize
+        if self.pieces == 1:
+            return self.offset + byte
+        piece, rest = divmod(byte, self.nbytes // self.pieces)
+        return self.offset + piece * self.stride + rest
 
 
 def read_header(file: Path, problems: Problems) -> dict[str, StoredTensor] | None:
@@ -168,7 +182,7 @@ class TensorReader:
         Equal dtypes: from disk to their place, without a copy between. Else cast chunk by chunk, to nearest.
 
         Args:
-          destination: C-contiguous, a float dtype.
+          destination: C-contiguous, a float dtype. Of a tensor in pieces, it lies within one.
 
         Raises:
           CheckpointError: the file has become unreadable or shorter since its header was read.
@@ -182,7 +196,7 @@ class TensorReader:
         for begin in range(0, flat.size, step):
             kept = flat[begin : begin + step]
             chunk = kept if staging is None else staging[: kept.size]
-            self._fill(tensor, chunk, tensor.offset + (skip + begin) * stored.itemsize)
+            self._fill(tensor, chunk, tensor.position(skip + begin))
             if staging is not None:
                 with np.errstate(over="ignore", invalid="ignore"):  # the check names the tensor instead
                     kept[...] = chunk

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from oled_jax.config import ModelConfig
 from oled_jax.models.layers import MLP, swiglu
@@ -71,13 +71,13 @@ def limit_groups(biased: Float[Array, "N E"], groups: int, passing: int) -> Floa
     return jnp.where(passes[:, :, None], grouped, -jnp.inf).reshape(N, E)
 
 
-def combine(rows: Float[Array, "N K D"], gates: Float[Array, "N K"]) -> Float[Array, "N D"]:
-    """Sum over k of gates · rows in float32, in order, cast once to the rows' dtype (REFERENCE 4, MoE 6)."""
+def combine(rows: Float[Array, "N K D"], gates: Float[Array, "N K"]) -> Float32[Array, "N D"]:
+    """Sum over k of gates · rows in float32 and in order; the caller casts it once (REFERENCE 4, MoE 6)."""
     total = jnp.zeros((rows.shape[0], rows.shape[2]), jnp.float32)
     # A loop fixes the order of the sum; a reduction leaves it to the compiler.
     for k in range(rows.shape[1]):
         total = total + rows[:, k].astype(jnp.float32) * gates[:, k, None]
-    return total.astype(rows.dtype)
+    return total
 
 
 class DenseExperts(NamedTuple):
@@ -100,7 +100,7 @@ class DenseExperts(NamedTuple):
         gate, up = jnp.split(self.gate_up[layer], 2, axis=1)
         outputs = jax.vmap(swiglu, in_axes=(None, 0, 0, 0))(x, gate, up, self.down[layer])
         rows = outputs[ids, jnp.arange(x.shape[0])[:, None]]
-        return combine(rows, gates), carry
+        return combine(rows, gates).astype(x.dtype), carry
 
 
 class Router(nnx.Module):

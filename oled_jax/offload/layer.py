@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from oled_jax.models.moe import combine
 from oled_jax.offload.carriers.base import Carrier
 from oled_jax.offload.plan import PlanLayout
 from oled_jax.offload.pool import Pool
-from oled_jax.ops.grouped_ffn import combine, grouped_ffn, item_pairs
+from oled_jax.ops.grouped_ffn import grouped_ffn, item_rows, pair_rows
 from oled_jax.ops.grouping import ItemShape, group_pairs
 
 
@@ -31,29 +32,41 @@ class OffloadedExperts:
         self.num_layers = num_layers
 
     def __call__(
-        self, layer: int, x: Float[Array, "N D"], ids: Int[Array, "N K"], gates: Float[Array, "N K"], carry: Pool
+        self,
+        layer: int,
+        x: Float[Array, "N D"],
+        ids: Int[Array, "N K"],
+        gates: Float[Array, "N K"],
+        carry: Pool,
     ) -> tuple[Float[Array, "N D"], Pool]:
         """The combined rows of the routed experts, and the pool after this layer's transfers."""
         plan = self.carrier.route(layer, x, ids, gates, self.layout)
-        pairs = item_pairs(plan["pair_row"], self.layout.items)
-        rows = jnp.zeros((self.layout.items.pairs, x.shape[1]), x.dtype)
+        items = self.layout.items
+        rows = item_rows(x, plan["pair_row"], items)
 
         def one_round(index: Int[Array, ""], state: tuple[Pool, Array]) -> tuple[Pool, Array]:
-            pool, rows = state
+            pool, out = state
             previous = jnp.maximum(index - 1, 0)
             first_transfer = jnp.where(index > 0, plan["transfer_end"][previous], 0)
             first_item = jnp.where(index > 0, plan["item_end"][previous], 0)
-            moves = plan["transfer_expert"], plan["transfer_slot"], first_transfer, plan["transfer_end"][index]
+            moves = (
+                plan["transfer_expert"],
+                plan["transfer_slot"],
+                first_transfer,
+                plan["transfer_end"][index],
+            )
             pool = self.carrier.fetch(layer, pool, *moves)
             bounds = first_item, plan["item_end"][index]
-            return pool, grouped_ffn(x, pairs, plan["item_slot"], bounds, *pool, rows)
+            return pool, grouped_ffn(rows, plan["item_slot"], bounds, *pool, out)
 
-        pool, rows = jax.lax.fori_loop(0, plan["num_rounds"][0], one_round, (carry, rows))
+        out = empty_items(x, items)
+        pool, out = jax.lax.fori_loop(0, plan["num_rounds"][0], one_round, (carry, out))
         if layer + 1 < self.num_layers:
             count = plan["prefetch_count"][0]
             moves = plan["prefetch_expert"], plan["prefetch_slot"], jnp.zeros_like(count), count
             pool = self.carrier.fetch(layer + 1, pool, *moves)
-        total = self.carrier.add_cpu_share(layer, plan["cpu_pairs"][0], combine(rows, gates))
+        total = combine(pair_rows(out, plan["pair_row"], items), gates)
+        total = self.carrier.add_cpu_share(layer, plan["cpu_pairs"][0], total)
         return total.astype(x.dtype), pool
 
 
@@ -87,9 +100,15 @@ class ResidentExperts:
         """The combined rows of the routed experts, and the routes so far."""
         E = self.items.num_experts
         keys = jnp.where(self.token_mask[:, None], ids, E).ravel()
-        pair_row, counts = group_pairs(keys, E, self.items.rows, jnp)
+        pair_row, counts = group_pairs(keys, E, self.items, jnp)
         slots = layer * E + jnp.repeat(jnp.arange(E), counts, total_repeat_length=self.items.max_items)
-        rows = jnp.zeros((self.items.pairs, x.shape[1]), x.dtype)
-        pairs = item_pairs(pair_row, self.items)
-        rows = grouped_ffn(x, pairs, slots, (jnp.zeros_like(counts[0]), counts.sum()), *carry.pool, rows)
-        return combine(rows, gates).astype(x.dtype), ResidentCarry(carry.pool, (*carry.routes, ids))
+        bounds = jnp.zeros_like(counts[0]), counts.sum()
+        rows = item_rows(x, pair_row, self.items)
+        out = grouped_ffn(rows, slots, bounds, *carry.pool, empty_items(x, self.items))
+        total = combine(pair_rows(out, pair_row, self.items), gates)
+        return total.astype(x.dtype), ResidentCarry(carry.pool, (*carry.routes, ids))
+
+
+def empty_items(x: Float[Array, "N D"], items: ItemShape) -> Float[Array, "I R D"]:
+    """What items write their rows into. Zeros, not because they are read: `pair_rows` takes computed rows only."""
+    return jnp.zeros((items.max_items, items.rows, x.shape[1]), x.dtype)

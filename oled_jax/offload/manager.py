@@ -45,6 +45,7 @@ class CacheManager:
         self.residency = Residency(**shape, num_slots=context.total_slots + spare)
         self.statistics = CacheStatistics(**shape, page_bytes=page_bytes)
         self.failure: BaseException | None = None
+        self.idle = False  # passes run, but nothing is planned or counted
         self._layouts: dict[int, PlanLayout] = {}
         self._info: PassInfo | None = None
         self._pass_number = 0
@@ -72,6 +73,8 @@ class CacheManager:
 
     def begin_pass(self, info: PassInfo) -> None:
         """A forward pass starts."""
+        if self.idle:
+            return
         self._info = info
         self._pass_number += 1
         self._planning_us = 0.0
@@ -102,6 +105,8 @@ class CacheManager:
 
     def forget(self) -> None:
         """Empties the cache: the pool's content is no longer known."""
+        if self.cpu_experts is not None:
+            self.cpu_experts.reset()
         self.residency.clear()
         self.policy.forget_residents()
         self.statistics.forget()
@@ -126,7 +131,7 @@ class CacheManager:
         start = time.perf_counter()
         layout = self.layout(packed.shape[0])
         flat = layout.empty()
-        if self.failure is None:
+        if self.failure is None and not self.idle:
             try:
                 self._plan(layer, packed, hidden, layout, layout.fields(flat))
             except BaseException as failure:  # whatever it is, it must not cross the callback: the engine raises it

@@ -20,7 +20,9 @@ class Pool(NamedTuple):
 
 def empty_pool(num_slots: int, hidden: int, width: int, dtype: jnp.dtype) -> Pool:
     """A pool of zeros. hidden: D, width: F."""
-    return Pool(jnp.zeros((num_slots, 2 * width, hidden), dtype), jnp.zeros((num_slots, hidden, width), dtype))
+    return Pool(
+        jnp.zeros((num_slots, 2 * width, hidden), dtype), jnp.zeros((num_slots, hidden, width), dtype)
+    )
 
 
 def fetch(

@@ -30,7 +30,7 @@ def schedule(
     sequence = np.concatenate([hits, moved])
     position = np.full(routing.loads.shape[0] + 1, sequence.size, np.int64)
     position[sequence] = np.arange(sequence.size)
-    plan["pair_row"][:], items = group_pairs(position[pair_expert], sequence.size, layout.items.rows)
+    plan["pair_row"][:], items = group_pairs(position[pair_expert], sequence.size, layout.items)
 
     slots = np.empty(sequence.size, np.int32)
     slots[: hits.size] = residency.slot[routing.layer, hits]

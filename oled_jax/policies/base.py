@@ -157,9 +157,11 @@ class Policy(abc.ABC):
     prefill.
 
     name: the specification it was built from (`oled:dispatch=gpu`). notes: sentences a user should read once.
+    uses_cpu: it may leave misses to the CPU, so layer inputs must be sent to the host.
     """
 
     name: str
+    uses_cpu: bool = False
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context

@@ -68,7 +68,9 @@ class Allocation(abc.ABC):
 
 
 class Dispatch(abc.ABC):
-    """Which misses are transferred and which are computed on the CPU."""
+    """Which misses are transferred and which are computed on the CPU. uses_cpu: some may be."""
+
+    uses_cpu: bool = True
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
@@ -100,6 +102,7 @@ class ComposedPolicy(Policy):
         self.retention = retention
         self.allocation = allocation
         self.dispatch = dispatch
+        self.uses_cpu = dispatch.uses_cpu
 
     def begin_request(self, prompt_ids: Int[np.ndarray, " P"]) -> Sequence[PageRequest]:
         self.retention.begin_request()

@@ -15,6 +15,8 @@ Split = tuple[Int[np.ndarray, " G"], Int[np.ndarray, " H"]]
 class TransferAll(Dispatch):
     """Every miss is transferred."""
 
+    uses_cpu = False
+
     def split(self, routing: LayerRouting, scores: Float[np.ndarray, " E"]) -> Split:
         return everything_transferred(routing)
 

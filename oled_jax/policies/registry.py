@@ -68,6 +68,7 @@ def make_policy(spec: str, context: PolicyContext) -> Policy:
         raise UsageError(f"policy {name!r} looks into the future: it needs a trace and runs in replays only")
     policy = entry.build(options, context)
     policy.name = spec
+    policy.uses_cpu = policy.uses_cpu or entry.needs_cpu
     return policy
 
 

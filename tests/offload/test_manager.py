@@ -85,7 +85,9 @@ def routes(rng, tokens=N) -> np.ndarray:
     return np.stack([rng.permutation(E)[:K] for _ in range(tokens)]).astype(np.int32)
 
 
-def carry_out(contents: np.ndarray, manager: CacheManager, layer: int, ids: np.ndarray, plan: np.ndarray) -> None:
+def carry_out(
+    contents: np.ndarray, manager: CacheManager, layer: int, ids: np.ndarray, plan: np.ndarray
+) -> None:
     """What the device does with a plan, on a pool of labels; checks that every pair meets its own page."""
     layout = manager.layout(ids.shape[0])
     fields = layout.fields(plan)
@@ -219,7 +221,9 @@ def test_capacities_beyond_the_pool_are_refused():
 
 
 def test_a_staged_page_replaces_the_lowest_ranked_resident():
-    policy = Scripted(stage=[PageRequest(layer=0, expert=0, priority=1.0), PageRequest(layer=0, expert=9, priority=2.0)])
+    policy = Scripted(
+        stage=[PageRequest(layer=0, expert=0, priority=1.0), PageRequest(layer=0, expert=9, priority=2.0)]
+    )
     manager = CacheManager(policy, spare=8, page_bytes=1)
     manager.begin_pass(info(tokens=2))
     manager.on_route(0, packed([[3, 7], [5, 1]]))

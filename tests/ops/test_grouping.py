@@ -4,46 +4,65 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from oled_jax.ops.grouping import ItemShape, group_pairs
+from oled_jax.ops.grouping import MAX_ROWS_PER_ITEM, ItemShape, group_pairs
+
+# tokens, top_k, experts: an item holds every token; items of a fixed number of rows
+SHAPES = [(1, 1, 1), (16, 2, 8), (64, 3, 5), (5, 8, 256), (65, 2, 3), (1024, 8, 256)]
 
 
-def random_keys(seed: int, pairs: int, keys: int, missing: float) -> np.ndarray:
+def routing(seed: int, shape: ItemShape, missing: float) -> np.ndarray:
+    """Different experts for each token, some pairs missing."""
     rng = np.random.default_rng(seed)
-    return np.where(rng.random(pairs) < missing, keys, rng.integers(0, keys, pairs))
+    ids = np.stack([rng.permutation(shape.num_experts)[: shape.top_k] for _ in range(shape.num_tokens)]).ravel()
+    return np.where(rng.random(shape.pairs) < missing, shape.num_experts, ids)
 
 
-@pytest.mark.parametrize(("pairs", "keys", "rows"), [(1, 1, 1), (32, 8, 4), (64, 3, 16), (8192, 256, 64), (40, 256, 8)])
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), SHAPES)
 @pytest.mark.parametrize("missing", [0.0, 0.3, 1.0])
-def test_every_pair_gets_a_row_of_an_item_of_its_key(pairs, keys, rows, missing):
-    wanted = random_keys(0, pairs, keys, missing)
-    pair_row, items = group_pairs(wanted, keys, rows)
+def test_every_pair_gets_a_row_of_an_item_of_its_key(tokens, top_k, experts, missing):
+    shape = ItemShape(num_tokens=tokens, top_k=top_k, num_experts=experts)
+    keys = routing(0, shape, missing)
+    pair_row, items = group_pairs(keys, experts, shape)
     present = pair_row >= 0
-    np.testing.assert_array_equal(present, wanted < keys)
+    np.testing.assert_array_equal(present, keys < experts)
     assert np.unique(pair_row[present]).size == present.sum(), "two pairs share a row"
-    key_of_item = np.repeat(np.arange(keys), items)
-    np.testing.assert_array_equal(key_of_item[pair_row[present] // rows], wanted[present])
-    np.testing.assert_array_equal(items, -(-np.bincount(wanted, minlength=keys + 1)[:keys] // rows))
+    key_of_item = np.repeat(np.arange(experts), items)
+    np.testing.assert_array_equal(key_of_item[pair_row[present] // shape.rows], keys[present])
+    assert items.sum() <= shape.max_items
 
 
-def test_rows_follow_the_order_of_pairs():
-    pair_row, _ = group_pairs(np.array([1, 0, 1, 1, 0]), 2, 2)
-    assert pair_row.tolist() == [2, 0, 3, 4, 1]
+def test_in_a_small_pass_the_row_is_the_token():
+    shape = ItemShape(num_tokens=3, top_k=2, num_experts=4)
+    pair_row, items = group_pairs(np.array([1, 0, 3, 1, 4, 0]), 4, shape)
+    assert items.tolist() == [1, 1, 0, 1]
+    assert pair_row.tolist() == [3, 0, 7, 4, -1, 2]
 
 
-def test_both_array_libraries_agree():
-    keys = random_keys(1, 128, 32, 0.2)
-    for mine, other in zip(group_pairs(keys, 32, 16), group_pairs(jnp.asarray(keys), 32, 16, jnp), strict=True):
+def test_in_a_large_pass_rows_follow_the_order_of_pairs():
+    shape = ItemShape(num_tokens=MAX_ROWS_PER_ITEM + 2, top_k=1, num_experts=2)
+    keys = np.ones(shape.pairs, int)
+    keys[1] = 0
+    pair_row, items = group_pairs(keys, 2, shape)
+    assert items.tolist() == [1, 2]
+    assert pair_row[1] == 0
+    assert np.delete(pair_row, 1).tolist() == list(range(MAX_ROWS_PER_ITEM, 2 * MAX_ROWS_PER_ITEM + 1))
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), SHAPES)
+def test_both_array_libraries_agree(tokens, top_k, experts):
+    shape = ItemShape(num_tokens=tokens, top_k=top_k, num_experts=experts)
+    keys = routing(1, shape, 0.2)
+    for mine, other in zip(
+        group_pairs(keys, experts, shape), group_pairs(jnp.asarray(keys), experts, shape, jnp), strict=True
+    ):
         np.testing.assert_array_equal(mine, np.asarray(other))
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 8, 256), (16, 8, 256), (1024, 8, 256), (33, 2, 4)])
-def test_max_items_bounds_the_worst_routing(tokens, top_k, experts):
-    shape = ItemShape(num_tokens=tokens, top_k=top_k, num_experts=experts)
-    used = min(experts, shape.pairs)
-    # The worst routing wastes the most rows: every used expert one row more than whole items.
-    loads = np.ones(used, int)
-    for expert in range(used):
-        room = min(tokens - 1, shape.pairs - loads.sum()) // shape.rows * shape.rows
-        loads[expert] += max(room, 0)
-    assert loads.sum() <= shape.pairs
+def test_max_items_holds_for_the_worst_routing():
+    """Every expert one token more than whole items, as long as there are pairs for it."""
+    shape = ItemShape(num_tokens=1024, top_k=8, num_experts=256)
+    loads = np.ones(256, int)
+    for expert in range(256):
+        loads[expert] += min(1023, shape.pairs - loads.sum()) // shape.rows * shape.rows
+    assert loads.sum() > 0.9 * shape.pairs
     assert (-(-loads // shape.rows)).sum() <= shape.max_items

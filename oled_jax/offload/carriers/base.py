@@ -13,7 +13,12 @@ class Carrier(Protocol):
     """Traced inside the model's program, once per MoE layer. Carries out plans and decides nothing."""
 
     def route(
-        self, layer: int, x: Float[Array, "N D"], ids: Int[Array, "N K"], gates: Float[Array, "N K"], layout: PlanLayout
+        self,
+        layer: int,
+        x: Float[Array, "N D"],
+        ids: Int[Array, "N K"],
+        gates: Float[Array, "N K"],
+        layout: PlanLayout,
     ) -> dict[str, Int[Array, "..."]]:
         """Asks the manager. Returns the plan's fields (`PlanLayout.fields`)."""
         ...

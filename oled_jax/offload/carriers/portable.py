@@ -53,7 +53,12 @@ class PortableCarrier:
         self.uses_cpu = uses_cpu
 
     def route(
-        self, layer: int, x: Float[Array, "N D"], ids: Int[Array, "N K"], gates: Float[Array, "N K"], layout: PlanLayout
+        self,
+        layer: int,
+        x: Float[Array, "N D"],
+        ids: Int[Array, "N K"],
+        gates: Float[Array, "N K"],
+        layout: PlanLayout,
     ) -> dict[str, Int[Array, "..."]]:
         packed = jnp.concatenate([ids, jax.lax.bitcast_convert_type(gates, jnp.int32)], axis=-1)
         result = jax.ShapeDtypeStruct((layout.size,), jnp.int32)

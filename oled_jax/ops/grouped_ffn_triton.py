@@ -1,0 +1,138 @@
+"""The expert feed-forward as two Pallas-Triton kernels that find each page by its slot: nothing is gathered or copied.
+
+Tiles have fixed shapes, so a row's arithmetic depends on its page, its token and the shape of the pass only.
+The Pallas-Triton backend is marked deprecated in JAX: it stays behind `ops.grouped_ffn`, whose XLA loop always works.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+# Chosen on one H200 (docs/performance-notes.md): rows of a weight tile, and how many of their numbers are read at once.
+TILE_OUT, TILE_IN = 64, 128
+WARPS, STAGES = 4, 4
+LEAST_ROWS = 16  # of a tensor-core tile
+
+
+def supports(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
+    """Whether tiles divide a pool of gate_up shape [C, 2F, D]. Float32 takes the XLA loop: it needs full precision."""
+    _, twice_width, hidden = shape
+    sizes_fit = (twice_width // 2) % TILE_IN == 0 and hidden % TILE_IN == 0
+    return sizes_fit and dtype in (jnp.bfloat16, jnp.float16)
+
+
+def grouped_ffn(
+    rows: Float[Array, "J R D"],
+    slots: Int[Array, " I"],
+    bounds: tuple[Int[Array, ""], Int[Array, ""]],
+    gate_up: Float[Array, "C G D"],
+    down: Float[Array, "C D F"],
+    out: Float[Array, "I R D"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "I R D"]:
+    """See `ops.grouped_ffn.grouped_ffn`. interpret: run the kernels without a GPU, for tests."""
+    num_rows = rows.shape[1]
+    padded = max(LEAST_ROWS, pl.next_power_of_2(num_rows))
+    if padded != num_rows:
+        widths = ((0, 0), (0, padded - num_rows), (0, 0))
+        result = grouped_ffn(
+            jnp.pad(rows, widths), slots, bounds, gate_up, down, jnp.pad(out, widths), interpret=interpret
+        )
+        return result[:, :num_rows]
+    span = jnp.stack(bounds).astype(jnp.int32)
+    hidden = _gate_up(rows, slots, span, gate_up, interpret=interpret)
+    return _down(hidden, slots, span, down, out, interpret=interpret)
+
+
+def _launch(grid: tuple[int, int], num_inputs: int, **options: object) -> functools.partial:
+    """pallas_call over (item, tile) with every operand whole: kernels address them by slot and item."""
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    return functools.partial(
+        pl.pallas_call,
+        grid=grid,
+        in_specs=[whole] * num_inputs,
+        out_specs=whole,
+        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        **options,
+    )
+
+
+def _gate_up(
+    rows: Float[Array, "J R D"],
+    slots: Int[Array, " I"],
+    span: Int[Array, " 2"],
+    gate_up: Float[Array, "C G D"],
+    *,
+    interpret: bool,
+) -> Float[Array, "I R F"]:
+    """silu(gate(x)) * up(x) of each item."""
+    J, R, D = rows.shape
+    F = gate_up.shape[1] // 2
+    shape = jax.ShapeDtypeStruct((slots.shape[0], R, F), rows.dtype)
+
+    def kernel(span_ref, slots_ref, rows_ref, pages_ref, out_ref):  # noqa: ANN001, ANN202 (Pallas refs have no public type)
+        item, tile = pl.program_id(0), pl.program_id(1)
+
+        @pl.when((span_ref[0] <= item) & (item < span_ref[1]))
+        def _():  # noqa: ANN202
+            slot, source = slots_ref[item], jnp.where(J == 1, 0, item)
+            gate_rows = pl.ds(tile * TILE_OUT, TILE_OUT)
+            up_rows = pl.ds(F + tile * TILE_OUT, TILE_OUT)
+
+            def step(index, sums):  # noqa: ANN001, ANN202
+                columns = pl.ds(index * TILE_IN, TILE_IN)
+                x = plt.load(rows_ref.at[source, :, columns])
+                weights = (plt.load(pages_ref.at[slot, part, columns]) for part in (gate_rows, up_rows))
+                return tuple(total + _times_transposed(x, w) for total, w in zip(sums, weights, strict=True))
+
+            zeros = jnp.zeros((R, TILE_OUT), jnp.float32)
+            gate, up = (s.astype(rows.dtype) for s in jax.lax.fori_loop(0, D // TILE_IN, step, (zeros, zeros)))
+            wide = gate.astype(jnp.float32)
+            activated = (wide * jax.nn.sigmoid(wide)).astype(rows.dtype)
+            plt.store(out_ref.at[item, :, gate_rows], activated * up)
+
+    launch = _launch((slots.shape[0], F // TILE_OUT), 4, out_shape=shape, interpret=interpret)
+    return launch(kernel)(span, slots, rows, gate_up)
+
+
+def _down(
+    hidden: Float[Array, "I R F"],
+    slots: Int[Array, " I"],
+    span: Int[Array, " 2"],
+    down: Float[Array, "C D F"],
+    out: Float[Array, "I R D"],
+    *,
+    interpret: bool,
+) -> Float[Array, "I R D"]:
+    """The down projection of each item, written over its rows of `out`."""
+    I, R, F = hidden.shape
+    D = down.shape[1]
+
+    def kernel(span_ref, slots_ref, hidden_ref, pages_ref, _, out_ref):  # noqa: ANN001, ANN202
+        item, tile = pl.program_id(0), pl.program_id(1)
+
+        @pl.when((span_ref[0] <= item) & (item < span_ref[1]))
+        def _():  # noqa: ANN202
+            slot, page_rows = slots_ref[item], pl.ds(tile * TILE_OUT, TILE_OUT)
+
+            def step(index, total):  # noqa: ANN001, ANN202
+                columns = pl.ds(index * TILE_IN, TILE_IN)
+                x = plt.load(hidden_ref.at[item, :, columns])
+                return total + _times_transposed(x, plt.load(pages_ref.at[slot, page_rows, columns]))
+
+            total = jax.lax.fori_loop(0, F // TILE_IN, step, jnp.zeros((R, TILE_OUT), jnp.float32))
+            plt.store(out_ref.at[item, :, page_rows], total.astype(out.dtype))
+
+    shape = jax.ShapeDtypeStruct(out.shape, out.dtype)
+    launch = _launch((I, D // TILE_OUT), 5, out_shape=shape, input_output_aliases={4: 0}, interpret=interpret)
+    return launch(kernel)(span, slots, hidden, down, out)
+
+
+def _times_transposed(x: Float[Array, "R I"], weight: Float[Array, "O I"]) -> Float[Array, "R O"]:
+    """x Wᵀ, accumulated in float32."""
+    return plt.dot(x, weight, trans_b=True)

@@ -1,0 +1,29 @@
+"""The whole system against the reference's recorded generations: real model, KV cache on, experts paged."""
+
+import pytest
+from decode.golden_traces import GoldenCase, compare, golden_cases
+from engines import build, open_tiny
+
+from oled_jax.config import DecodingConfig
+from oled_jax.decode.events import FinishEvent
+
+# Sampled cases replay a random stream that only the reference has; top_k 1 leaves one candidate, so these two stay.
+CASES = [case for case in golden_cases() if case.args["temperature"] == 0 or case.args["top_k"] == 1]
+
+
+@pytest.fixture(scope="module")
+def engine(golden):
+    return build(*open_tiny(golden), "oled", 6)
+
+
+def test_all_greedy_recordings_are_here():
+    assert sum(case.args["temperature"] == 0 for case in CASES) == 79
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_generation_equals_the_recording(engine, case: GoldenCase):
+    def run(prompt, args):
+        events = list(engine.stream([prompt], DecodingConfig(**args)))
+        return events, next(event.result for event in events if isinstance(event, FinishEvent))
+
+    compare(case, run)
