@@ -196,7 +196,9 @@ class Engine:
             return
         self.manager.forget()
         slots, hidden = self._pool.gate_up.shape[0], self.config.hidden_size
-        self._pool = empty_pool(slots, hidden, self.config.moe_intermediate_size, jnp.dtype(self.config.dtype))
+        self._pool = empty_pool(
+            slots, hidden, self.config.moe_intermediate_size, jnp.dtype(self.config.dtype)
+        )
 
     def _check_ids(self, prompts: Sequence[Sequence[int]], decoding: DecodingConfig) -> None:
         V = self.config.vocab_size
@@ -210,7 +212,9 @@ class Engine:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         if not self._running.acquire(blocking=False):
-            raise RuntimeError("this engine is already generating: finish or close that run first, or load another")
+            raise RuntimeError(
+                "this engine is already generating: finish or close that run first, or load another"
+            )
         try:
             yield
         finally:
@@ -232,11 +236,11 @@ def load_resident(config: ModelConfig, source: WeightSource) -> Engine:
     L, E, D, F = config.num_moe_layers, config.num_experts, config.hidden_size, config.moe_intermediate_size
     dtype = jnp.dtype(config.dtype)
     pool = empty_pool(L * E, D, F, dtype)
-    staging = Pool(aligned_empty((E, 2 * F, D), dtype), aligned_empty((E, D, F), dtype))
+    staging = aligned_empty((E, 2 * F, D), dtype), aligned_empty((E, D, F), dtype)
     for layer in range(L):
         source.read_pages(layer, *staging)
         # The staging arrays are filled anew for the next layer, so this copy must be complete before.
-        pool = jax.block_until_ready(fill_pool(pool, staging, np.int32(layer * E)))
+        pool = jax.block_until_ready(fill_pool(pool, *staging, np.int32(layer * E)))
     source.check_finite()
     return Engine(config, trunk, pool=pool)
 
@@ -269,7 +273,9 @@ def load_offloaded(
     source.check_finite()
     cpu_experts = None
     if cpu_backend is not None:
-        cpu_experts = make_cpu_experts(cpu_backend, [store.views(layer) for layer in range(L)], threads=cpu_threads)
+        cpu_experts = make_cpu_experts(
+            cpu_backend, [store.views(layer) for layer in range(L)], threads=cpu_threads
+        )
     page_bytes = config.page_parameters * dtype.itemsize
     manager = CacheManager(policy, spare=spare, page_bytes=page_bytes, cpu_experts=cpu_experts)
     pool = empty_pool(manager.residency.num_slots, D, F, dtype)

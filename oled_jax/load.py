@@ -153,7 +153,9 @@ class CacheOptions:
                 "--policy all keeps every expert resident: leave out the size of the expert cache"
             )
         if entry.is_reference and (cpu_experts is not None or cpu_threads is not None):
-            raise UsageError("--cpu-experts and --cpu-threads have no effect with --policy all: nothing misses")
+            raise UsageError(
+                "--cpu-experts and --cpu-threads have no effect with --policy all: nothing misses"
+            )
         if cpu_threads is not None and cpu_experts == CPU_OFF:
             raise UsageError("--cpu-threads has no effect with --cpu-experts off")
         return cls(
@@ -268,7 +270,9 @@ def load_engine(
     policy = make_policy(cache.policy, context)
     if not policy.uses_cpu:
         if cache.cpu_experts not in (None, CPU_OFF) or cache.cpu_threads is not None:
-            raise UsageError(f"--cpu-experts and --cpu-threads have no effect: policy {cache.policy!r} transfers every miss")
+            raise UsageError(
+                f"--cpu-experts and --cpu-threads have no effect: policy {cache.policy!r} transfers every miss"
+            )
         backend = None
     engine = load_offloaded(
         model.config, weights, policy, spare=plan.spare, cpu_backend=backend, cpu_threads=cache.cpu_threads

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from oled_jax.config import ModelConfig
 from oled_jax.decode.sampling import predict, row_keys
 from oled_jax.models.kv_cache import KVCache
 from oled_jax.models.llada2 import block_mask
+from oled_jax.models.moe import Experts
 from oled_jax.models.registry import family_named
 from oled_jax.offload.carriers.portable import PortableCarrier
 from oled_jax.offload.layer import OffloadedExperts, ResidentCarry, ResidentExperts
@@ -91,6 +92,8 @@ def forward_pass(
     positions = inputs.starts[:, None] + jnp.arange(T, dtype=jnp.int32)
     mask = block_mask(positions, cache.capacity, spec.block_length)
     items = ItemShape(num_tokens=B * T, top_k=config.num_experts_per_tok, num_experts=config.num_experts)
+    experts: Experts
+    carry: Pool | ResidentCarry
     if spec.spare is None:
         experts = ResidentExperts(items, inputs.token_mask.ravel())
         carry = ResidentCarry(pool, ())
@@ -143,13 +146,13 @@ def stage_pages(
 
 
 @functools.partial(jax.jit, donate_argnames="pool")
-def fill_pool(pool: Pool, pages: Pool, first_slot: Int32[Array, ""]) -> Pool:
+def fill_pool(
+    pool: Pool, gate_up: Float[Array, "E G D"], down: Float[Array, "E D F"], first_slot: Int32[Array, ""]
+) -> Pool:
     """Writes all pages of a layer to consecutive slots (a pool that holds every page)."""
     return Pool(
-        *(
-            jax.lax.dynamic_update_slice_in_dim(target, source, first_slot, 0)
-            for target, source in zip(pool, pages, strict=True)
-        )
+        jax.lax.dynamic_update_slice_in_dim(pool.gate_up, gate_up, first_slot, 0),
+        jax.lax.dynamic_update_slice_in_dim(pool.down, down, first_slot, 0),
     )
 
 

@@ -66,7 +66,9 @@ class Session:
             top_p=decoding.top_p,
             editing=decoding.editing,
         )
-        self._cache = init_kv_cache(engine.config, len(prompts), kv_capacity(lengths, decoding))
+        cache = init_kv_cache(engine.config, len(prompts), kv_capacity(lengths, decoding))
+        # Committed, as what a pass returns is: else the second pass would compile anew.
+        self._cache = jax.device_put(cache, jax.local_devices()[0])
         self._sequence_length = np.int32(max(lengths, default=0) + decoding.gen_length)
         self._requests = request_numbers(prompts)
         self._pass_index = 0
@@ -173,6 +175,5 @@ class Session:
             sequence_length=jnp.asarray(self._sequence_length),
             manager=jnp.asarray(self._engine.handle),
         )
-        cache, self._cache = self._cache, None
-        self._cache, hidden = self._engine.run_pass(info, inputs, cache, self._decoding.block_length)
+        self._cache, hidden = self._engine.run_pass(info, inputs, self._cache, self._decoding.block_length)
         return hidden

@@ -2,7 +2,7 @@
 
     python scripts/bench_ffn.py --size llada2-mini --pages 64 --tokens 16
 
-Prints microseconds and GB/s of page bytes for each implementation and tile, with the device's copy bandwidth beside them.
+Prints microseconds and GB/s of page bytes for each implementation and tile, beside the device's copy bandwidth.
 """
 
 import argparse

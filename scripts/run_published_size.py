@@ -1,13 +1,12 @@
 """Generates with random weights of a published model's real shape and prints what it cost.
 
-    python scripts/run_published_size.py --size llada2-mini --expert-cache 40,100 --policy oled
+    python scripts/run_published_size.py --size llada2-mini --expert-cache 40 --policies oled:dispatch=gpu,oled@numba
 
 Random weights route almost uniformly and change their mind between iterations, so the hit rates here say nothing about
 a trained model; load time, memory, transfer rate and the time of a pass do.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import resource
@@ -24,8 +23,11 @@ def main() -> None:
     parser.add_argument("--size", choices=PUBLISHED, default="llada2-mini")
     parser.add_argument("--layers", type=int, help="use only this many layers")
     parser.add_argument("--expert-cache", default="40,100", help="capacities, comma-separated")
-    parser.add_argument("--policies", default="oled", help="comma-separated")
-    parser.add_argument("--cpu-experts", default="off")
+    parser.add_argument(
+        "--policies",
+        default="oled:dispatch=gpu",
+        help="comma-separated; POLICY@BACKEND uses a CPU expert backend",
+    )
     parser.add_argument("--cpu-threads", type=int)
     parser.add_argument("--block-length", type=int, default=32)
     parser.add_argument("--prompt-length", type=int, default=128)
@@ -79,11 +81,12 @@ def measure(args: argparse.Namespace, config) -> list[dict]:
     engine = None
     started = time.perf_counter()
     for capacity in map(int, args.expert_cache.split(",")):
-        for spec in args.policies.split(","):
+        for choice in args.policies.split(","):
+            spec, _, backend = choice.partition("@")
             shape = PolicyContext(
                 num_layers=config.num_moe_layers, num_experts=config.num_experts, top_k=config.num_experts_per_tok,
                 total_slots=capacity * config.num_moe_layers, costs=UNMEASURED,
-                cpu_available=args.cpu_experts != "off",
+                cpu_available=bool(backend),
             )  # fmt: skip
             policy = make_policy(spec, shape)
             if engine is None:
@@ -91,9 +94,9 @@ def measure(args: argparse.Namespace, config) -> list[dict]:
                 jax.block_until_ready(engine.store.layers)
                 load_s = time.perf_counter() - started
             cpu = None
-            if args.cpu_experts != "off":
+            if backend:
                 views = [engine.store.views(layer) for layer in range(config.num_moe_layers)]
-                cpu = make_cpu_experts(args.cpu_experts, views, threads=args.cpu_threads)
+                cpu = make_cpu_experts(backend, views, threads=args.cpu_threads)
             page_bytes = config.page_parameters * 2
             manager = CacheManager(policy, spare=32, page_bytes=page_bytes, cpu_experts=cpu)
             store, trunk = engine.store, engine.trunk
@@ -104,7 +107,7 @@ def measure(args: argparse.Namespace, config) -> list[dict]:
             )
             engine = Engine(config, trunk, pool=pool, store=store, manager=manager)
             compile_started = time.perf_counter()
-            engine.generate([prompt], dataclasses.replace(decoding, gen_length=args.block_length))
+            engine.generate([prompt], decoding)
             compile_s = time.perf_counter() - compile_started
             before = engine.statistics.summary(PassKind.DENOISE)
             prefill_before = engine.statistics.summary(PassKind.PREFILL)

@@ -62,17 +62,25 @@ def open_tiny(folder: Path, dtype: str = "float32") -> tuple:
     return dataclasses.replace(checkpoint.config, dtype=dtype), checkpoint
 
 
-def build(config, source, policy: str | Policy, capacity: int = 0, spare: int = 5) -> RecordedEngine:
-    """An engine under a policy; "all" holds every page."""
-    if policy == "all":
-        engine = load_resident(config, source)
-    else:
-        if isinstance(policy, str):
-            policy = make_policy(policy, context(config, capacity))
-        engine = load_offloaded(config, source, policy, spare=spare)
+def build(
+    config, source, policy: str | Policy, capacity: int = 0, *, spare: int = 5, cpu: str | None = None
+) -> RecordedEngine:
+    """An engine under a policy that records its logits; "all" holds every page. cpu: backend for misses."""
+    engine = build_plain(config, source, policy, capacity, spare=spare, cpu=cpu)
     engine.__class__ = RecordedEngine
     engine.recorded = []
     return engine
+
+
+def build_plain(
+    config, source, policy: str | Policy, capacity: int = 0, *, spare: int = 5, cpu: str | None = None
+) -> Engine:
+    """The same, as users have it."""
+    if policy == "all":
+        return load_resident(config, source)
+    if isinstance(policy, str):
+        policy = make_policy(policy, context(config, capacity, cpu_available=cpu is not None))
+    return load_offloaded(config, source, policy, spare=spare, cpu_backend=cpu, cpu_threads=1)
 
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]], decoding: DecodingConfig = GREEDY) -> list[Result]:

@@ -7,7 +7,7 @@ from engines import build, open_tiny
 from oled_jax.config import DecodingConfig
 from oled_jax.decode.events import FinishEvent
 
-# Sampled cases replay a random stream that only the reference has; top_k 1 leaves one candidate, so these two stay.
+# Sampled cases follow a random stream that only the reference has; top_k 1 leaves one candidate, so these stay.
 CASES = [case for case in golden_cases() if case.args["temperature"] == 0 or case.args["top_k"] == 1]
 
 

@@ -1,4 +1,4 @@
-"""The cache manager: hits, misses, the policy's decision, slots, the plan. Plain NumPy; it never touches a device array.
+"""The cache manager: hits, misses, the policy's decision, slots, the plan. NumPy only, no device array.
 
 One manager belongs to one engine. Between passes the engine's thread calls `begin_*` and `end_iteration`; during a pass
 a carrier calls `on_route` and `collect` once per MoE layer, from a host-callback thread. The two never overlap, because
@@ -19,7 +19,15 @@ from oled_jax.offload.schedule import schedule
 from oled_jax.offload.statistics import CacheStatistics
 from oled_jax.ops.grouping import ItemShape
 from oled_jax.passes import PassKind
-from oled_jax.policies.base import Decision, IterationOutcome, LayerRouting, PageRequest, PassInfo, Policy, top_scored
+from oled_jax.policies.base import (
+    Decision,
+    IterationOutcome,
+    LayerRouting,
+    PageRequest,
+    PassInfo,
+    Policy,
+    top_scored,
+)
 
 Move = tuple[int, int, int]  # layer, expert, slot
 
@@ -47,6 +55,7 @@ class CacheManager:
         self.failure: BaseException | None = None
         self.idle = False  # passes run, but nothing is planned or counted
         self._layouts: dict[int, PlanLayout] = {}
+        self._plans: dict[tuple[int, int], tuple[np.ndarray, dict[str, np.ndarray]]] = {}
         self._info: PassInfo | None = None
         self._pass_number = 0
         self._planning_us = 0.0
@@ -130,17 +139,17 @@ class CacheManager:
         """
         start = time.perf_counter()
         layout = self.layout(packed.shape[0])
-        flat = layout.empty()
-        if self.failure is None and not self.idle:
-            try:
-                self._plan(layer, packed, hidden, layout, layout.fields(flat))
-            except BaseException as failure:  # whatever it is, it must not cross the callback: the engine raises it
-                self.failure = failure
-                flat = layout.empty()
+        if self.failure is not None or self.idle:
+            return layout.empty()
+        try:
+            flat = self._plan(layer, packed, hidden, layout)
+        except BaseException as failure:  # it must not cross the callback: the engine raises it
+            self.failure = failure
+            return layout.empty()
         self._planning_us += (time.perf_counter() - start) * 1e6
         return flat
 
-    def collect(self, layer: int, shape: tuple[int, int]) -> Float32[np.ndarray, "N D"]:
+    def collect(self, layer: int, shape: tuple[int, ...]) -> Float32[np.ndarray, "N D"]:
         """The CPU share of a layer whose plan had any: gated rows summed over k. Zeros after a failure."""
         try:
             if self.cpu_experts is None:
@@ -151,26 +160,35 @@ class CacheManager:
             return np.zeros(shape, np.float32)
 
     def _plan(
-        self,
-        layer: int,
-        packed: Int[np.ndarray, "N K2"],
-        hidden: np.ndarray | None,
-        layout: PlanLayout,
-        plan: dict[str, np.ndarray],
-    ) -> None:
+        self, layer: int, packed: Int[np.ndarray, "N K2"], hidden: np.ndarray | None, layout: PlanLayout
+    ) -> Int[np.ndarray, " size"]:
         routing, pair_expert = self._routing(layer, packed)
         decision = self.policy.on_route(routing)
         self._check(routing, decision)
-        if decision.to_cpu.size:
-            plan["cpu_pairs"][0] = self._start_cpu(routing, decision, hidden)
+        flat, plan = self._plan_buffer(layer, layout)
+        plan["cpu_pairs"][0] = self._start_cpu(routing, decision, hidden) if decision.to_cpu.size else 0
         self._count(routing, decision)
         for other, expert in decision.evict:
             self.residency.evict(other, np.array([expert]))
         schedule(self.residency, routing, decision, pair_expert, layout, plan)
+        plan["prefetch_count"][0] = 0
         if decision.prefetch or self._wanted:
             self._add_prefetches(layer, decision, plan)
+        return flat
 
-    def _routing(self, layer: int, packed: Int[np.ndarray, "N K2"]) -> tuple[LayerRouting, Int[np.ndarray, " P"]]:
+    def _plan_buffer(
+        self, layer: int, layout: PlanLayout
+    ) -> tuple[Int[np.ndarray, " size"], dict[str, np.ndarray]]:
+        """A plan to write and its fields. One per layer, since the device may read it until the pass is over."""
+        key = (layer, layout.items.num_tokens)
+        if key not in self._plans:
+            flat = layout.empty()
+            self._plans[key] = flat, layout.fields(flat)
+        return self._plans[key]
+
+    def _routing(
+        self, layer: int, packed: Int[np.ndarray, "N K2"]
+    ) -> tuple[LayerRouting, Int[np.ndarray, " P"]]:
         info = self._info
         if info is None or info.token_mask.shape[0] != packed.shape[0]:
             raise RuntimeError(f"a route of {packed.shape[0]} tokens arrived outside a pass of that size")
@@ -199,12 +217,17 @@ class CacheManager:
         missed = (routing.loads > 0) & ~routing.resident
         if handled.size != E or (handled != missed).any():
             self._refuse(routing.layer, "its transfers and CPU experts are not exactly the misses, each once")
-        if decision.to_cpu.size and self.cpu_experts is None:
-            self._refuse(routing.layer, "it leaves experts to the CPU, but the engine has no CPU backend")
-        if (decision.keep & ~(routing.resident | missed)).any() or decision.keep[decision.to_cpu].any():
+        present = routing.resident | missed
+        if decision.to_cpu.size:
+            present[decision.to_cpu] = False
+            if self.cpu_experts is None:
+                self._refuse(routing.layer, "it leaves experts to the CPU, but the engine has no CPU backend")
+        if (decision.keep > present).any():
             self._refuse(routing.layer, "it keeps experts that are neither resident nor transferred")
         if np.count_nonzero(decision.keep) > routing.capacity + len(decision.evict):
-            self._refuse(routing.layer, f"it keeps {decision.keep.sum()} experts, the capacity is {routing.capacity}")
+            self._refuse(
+                routing.layer, f"it keeps {decision.keep.sum()} experts, the capacity is {routing.capacity}"
+            )
 
     def _refuse(self, layer: int | None, why: str) -> None:
         where = "" if layer is None else f", layer {layer}"
@@ -254,7 +277,9 @@ class CacheManager:
         """
         for request in decision.prefetch:
             if not layer < request.layer < self.residency.slot.shape[0]:
-                self._refuse(layer, f"it prefetches for layer {request.layer}, which does not come later in the pass")
+                self._refuse(
+                    layer, f"it prefetches for layer {request.layer}, which does not come later in the pass"
+                )
             self._wanted.setdefault(request.layer, []).append(request)
         moves = self._land_all(self._wanted.pop(layer + 1, ()), limit=MAX_PREFETCHES)
         plan["prefetch_count"][0] = len(moves)

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+# Pages moved by one turn of the copy loop: each turn waits for the host once.
+UNROLLED = 4
+
 
 class Pool(NamedTuple):
     """gate_up: gate rows, then up rows. down: Hugging Face orientation, [out, in]."""
@@ -19,10 +22,13 @@ class Pool(NamedTuple):
 
 
 def empty_pool(num_slots: int, hidden: int, width: int, dtype: jnp.dtype) -> Pool:
-    """A pool of zeros. hidden: D, width: F."""
-    return Pool(
-        jnp.zeros((num_slots, 2 * width, hidden), dtype), jnp.zeros((num_slots, hidden, width), dtype)
-    )
+    """A pool of zeros. hidden: D, width: F.
+
+    Committed to the device, as what a pass returns is: else the second pass would compile anew.
+    """
+    device = jax.local_devices()[0]
+    shapes = (num_slots, 2 * width, hidden), (num_slots, hidden, width)
+    return Pool(*(jax.device_put(jnp.zeros(shape, dtype), device) for shape in shapes))
 
 
 def fetch(
@@ -41,7 +47,7 @@ def fetch(
       experts, slots: page i goes from experts[i] to slots[i], for begin <= i < end.
     """
 
-    def body(index: Int[Array, ""], pool: Pool) -> Pool:
+    def move(index: Int[Array, ""], pool: Pool) -> Pool:
         moved = []
         for source, target in zip(pages, pool, strict=True):
             page = jax.lax.dynamic_index_in_dim(source, experts[index], keepdims=False)
@@ -49,4 +55,11 @@ def fetch(
             moved.append(jax.lax.dynamic_update_index_in_dim(target, page, slots[index], 0))
         return Pool(*moved)
 
-    return jax.lax.fori_loop(begin, end, body, pool)
+    def move_several(group: Int[Array, ""], pool: Pool) -> Pool:
+        for offset in range(UNROLLED):
+            pool = move(begin + group * UNROLLED + offset, pool)
+        return pool
+
+    groups = (end - begin) // UNROLLED
+    pool = jax.lax.fori_loop(0, groups, move_several, pool)
+    return jax.lax.fori_loop(begin + groups * UNROLLED, end, move, pool)

@@ -43,24 +43,25 @@ class Residency:
         Raises:
           RuntimeError: one of them is resident, or there are fewer free slots.
         """
-        count = len(experts)
-        if count > self.free_slots or np.any(self.slot[layer, experts] >= 0):
+        row, count = self.slot[layer], len(experts)
+        if count > self.free_slots or row[experts].max(initial=NO_SLOT) >= 0:
             raise RuntimeError(
                 f"experts {experts.tolist()} of layer {layer} cannot enter: {self.free_slots} slots are free"
             )
         self.free_slots -= count
         slots = self._free[self.free_slots : self.free_slots + count].copy()
-        self.slot[layer, experts] = slots
+        row[experts] = slots
         return slots
 
     def evict(self, layer: int, experts: Int[np.ndarray, " M"]) -> None:
         """Frees the slots of pages of a layer. Raises RuntimeError if one of them is not resident."""
-        slots = self.slot[layer, experts]
-        if np.any(slots < 0):
+        row = self.slot[layer]
+        slots = row[experts]
+        if slots.min(initial=0) < 0:
             raise RuntimeError(f"experts {experts.tolist()} of layer {layer} are not all resident")
         self._free[self.free_slots : self.free_slots + len(experts)] = slots
         self.free_slots += len(experts)
-        self.slot[layer, experts] = NO_SLOT
+        row[experts] = NO_SLOT
 
     def check(self) -> None:
         """Raises RuntimeError unless every slot is either free or holds exactly one page."""

@@ -23,29 +23,28 @@ def schedule(
 
     Args:
       pair_expert: expert of each (token, k) pair, E where the token is padding.
-      plan: fields of an empty plan of this layout.
+      plan: fields of a plan of this layout; what lies beyond the ends that are written here is never read.
     """
-    hits = np.flatnonzero((routing.loads > 0) & routing.resident)
-    moved = decision.to_gpu
+    hits = ((routing.loads > 0) & routing.resident).nonzero()[0]
+    moved, num_hits = decision.to_gpu, hits.size
     sequence = np.concatenate([hits, moved])
-    position = np.full(routing.loads.shape[0] + 1, sequence.size, np.int64)
+    position = np.full(routing.loads.size + 1, sequence.size)
     position[sequence] = np.arange(sequence.size)
     plan["pair_row"][:], items = group_pairs(position[pair_expert], sequence.size, layout.items)
 
     slots = np.empty(sequence.size, np.int32)
-    slots[: hits.size] = residency.slot[routing.layer, hits]
-    ends = _place(residency, routing, decision, slots[hits.size :])
-    item_slots = np.repeat(slots, items)
-    item_end = np.cumsum(items, dtype=np.int32)
+    slots[:num_hits] = residency.slot[routing.layer, hits]
+    ends = _place(residency, routing, decision, slots[num_hits:])
+    item_slots = slots if layout.items.direct else np.repeat(slots, items)
     plan["item_slot"][: item_slots.size] = item_slots
     plan["transfer_expert"][: moved.size] = moved
-    plan["transfer_slot"][: moved.size] = slots[hits.size :]
+    plan["transfer_slot"][: moved.size] = slots[num_hits:]
     plan["num_rounds"][0] = len(ends)
     plan["transfer_end"][:] = moved.size
     plan["item_end"][:] = item_slots.size
-    for index, end in enumerate(ends[:-1]):
-        plan["transfer_end"][index] = end
-        plan["item_end"][index] = item_end[hits.size + end - 1]
+    if len(ends) > 1:
+        plan["transfer_end"][: len(ends)] = ends
+        plan["item_end"][: len(ends)] = items.cumsum()[np.asarray(ends) + num_hits - 1]
 
 
 def _place(
@@ -53,18 +52,22 @@ def _place(
 ) -> list[int]:
     """Gives each transfer its slot. Returns the end of each round among the transfers."""
     layer, moved = routing.layer, decision.to_gpu
-    kept = decision.keep[moved]
-    leaving = np.flatnonzero(routing.resident & ~decision.keep)
+    passing = moved[~decision.keep[moved]]  # computed and dropped in the round that brings them
+    leaving = (routing.resident & ~decision.keep).nonzero()[0]
+    if moved.size <= residency.free_slots:
+        slots[:] = residency.admit(layer, moved)
+        residency.evict(layer, np.concatenate([leaving, passing]))
+        return [moved.size]
     ends: list[int] = []
     done = 0
-    while not ends or done < moved.size:
+    while done < moved.size:
         end = min(moved.size, done + residency.free_slots)
-        if end == done < moved.size:
+        if end == done:
             raise RuntimeError(f"no slot is free for layer {layer}")
         slots[done:end] = residency.admit(layer, moved[done:end])
         if not ends:
             residency.evict(layer, leaving)
-        residency.evict(layer, moved[done:end][~kept[done:end]])
+        residency.evict(layer, moved[done:end][~decision.keep[moved[done:end]]])
         done = end
         ends.append(end)
     return ends

@@ -89,4 +89,4 @@ def host_view(array: jax.Array) -> np.ndarray:
     """
     pointer = array.unsafe_buffer_pointer()
     raw = (ctypes.c_uint8 * array.nbytes).from_address(pointer)
-    return np.frombuffer(raw, np.uint8).view(jnp.dtype(array.dtype)).reshape(array.shape)
+    return np.ctypeslib.as_array(raw).view(jnp.dtype(array.dtype)).reshape(array.shape)

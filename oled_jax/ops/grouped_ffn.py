@@ -53,7 +53,9 @@ def grouped_ffn(
     """
     name = implementation or _best(gate_up)
     if name not in IMPLEMENTATIONS:
-        raise UsageError(f"unknown implementation {name!r} of grouped_ffn, known: {', '.join(IMPLEMENTATIONS)}")
+        raise UsageError(
+            f"unknown implementation {name!r} of grouped_ffn, known: {', '.join(IMPLEMENTATIONS)}"
+        )
     if name == "triton":
         return grouped_ffn_triton.grouped_ffn(rows, slots, bounds, gate_up, down, out)
     return _xla(rows, slots, bounds, gate_up, down, out)

@@ -4,7 +4,9 @@ Tiles have fixed shapes, so a row's arithmetic depends on its page, its token an
 The Pallas-Triton backend is marked deprecated in JAX: it stays behind `ops.grouped_ffn`, whose XLA loop always works.
 """
 
-import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,17 +51,20 @@ def grouped_ffn(
     return _down(hidden, slots, span, down, out, interpret=interpret)
 
 
-def _launch(grid: tuple[int, int], num_inputs: int, **options: object) -> functools.partial:
-    """pallas_call over (item, tile) with every operand whole: kernels address them by slot and item."""
+def _launch(kernel: Callable[..., None], grid: tuple[int, int], *operands: Array, **options: Any) -> Array:
+    """Runs a kernel over (item, tile) with every operand whole: it addresses them by slot and item."""
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    return functools.partial(
-        pl.pallas_call,
-        grid=grid,
-        in_specs=[whole] * num_inputs,
-        out_specs=whole,
-        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=STAGES),
-        **options,
-    )
+    with warnings.catch_warnings():
+        # JAX announces the end of this backend at every call; the module's docstring says what then.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return pl.pallas_call(
+            kernel,
+            grid=grid,
+            in_specs=[whole] * len(operands),
+            out_specs=whole,
+            compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+            **options,
+        )(*operands)
 
 
 def _gate_up(
@@ -75,29 +80,32 @@ def _gate_up(
     F = gate_up.shape[1] // 2
     shape = jax.ShapeDtypeStruct((slots.shape[0], R, F), rows.dtype)
 
-    def kernel(span_ref, slots_ref, rows_ref, pages_ref, out_ref):  # noqa: ANN001, ANN202 (Pallas refs have no public type)
+    def kernel(span_ref: Any, slots_ref: Any, rows_ref: Any, pages_ref: Any, out_ref: Any) -> None:
         item, tile = pl.program_id(0), pl.program_id(1)
 
         @pl.when((span_ref[0] <= item) & (item < span_ref[1]))
-        def _():  # noqa: ANN202
+        def compute() -> None:
             slot, source = slots_ref[item], jnp.where(J == 1, 0, item)
             gate_rows = pl.ds(tile * TILE_OUT, TILE_OUT)
             up_rows = pl.ds(F + tile * TILE_OUT, TILE_OUT)
 
-            def step(index, sums):  # noqa: ANN001, ANN202
+            def step(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
                 columns = pl.ds(index * TILE_IN, TILE_IN)
                 x = plt.load(rows_ref.at[source, :, columns])
-                weights = (plt.load(pages_ref.at[slot, part, columns]) for part in (gate_rows, up_rows))
-                return tuple(total + _times_transposed(x, w) for total, w in zip(sums, weights, strict=True))
+                gate_weight = plt.load(pages_ref.at[slot, gate_rows, columns])
+                up_weight = plt.load(pages_ref.at[slot, up_rows, columns])
+                return sums[0] + _times_transposed(x, gate_weight), sums[1] + _times_transposed(x, up_weight)
 
             zeros = jnp.zeros((R, TILE_OUT), jnp.float32)
-            gate, up = (s.astype(rows.dtype) for s in jax.lax.fori_loop(0, D // TILE_IN, step, (zeros, zeros)))
+            gate, up = (
+                s.astype(rows.dtype) for s in jax.lax.fori_loop(0, D // TILE_IN, step, (zeros, zeros))
+            )
             wide = gate.astype(jnp.float32)
             activated = (wide * jax.nn.sigmoid(wide)).astype(rows.dtype)
             plt.store(out_ref.at[item, :, gate_rows], activated * up)
 
-    launch = _launch((slots.shape[0], F // TILE_OUT), 4, out_shape=shape, interpret=interpret)
-    return launch(kernel)(span, slots, rows, gate_up)
+    grid = slots.shape[0], F // TILE_OUT
+    return _launch(kernel, grid, span, slots, rows, gate_up, out_shape=shape, interpret=interpret)
 
 
 def _down(
@@ -110,17 +118,20 @@ def _down(
     interpret: bool,
 ) -> Float[Array, "I R D"]:
     """The down projection of each item, written over its rows of `out`."""
-    I, R, F = hidden.shape
+    I, R, F = hidden.shape  # noqa: E741 (items)
     D = down.shape[1]
 
-    def kernel(span_ref, slots_ref, hidden_ref, pages_ref, _, out_ref):  # noqa: ANN001, ANN202
+    def kernel(
+        span_ref: Any, slots_ref: Any, hidden_ref: Any, pages_ref: Any, old_ref: Any, out_ref: Any
+    ) -> None:
+        del old_ref  # the same memory as out_ref
         item, tile = pl.program_id(0), pl.program_id(1)
 
         @pl.when((span_ref[0] <= item) & (item < span_ref[1]))
-        def _():  # noqa: ANN202
+        def compute() -> None:
             slot, page_rows = slots_ref[item], pl.ds(tile * TILE_OUT, TILE_OUT)
 
-            def step(index, total):  # noqa: ANN001, ANN202
+            def step(index: Array, total: Array) -> Array:
                 columns = pl.ds(index * TILE_IN, TILE_IN)
                 x = plt.load(hidden_ref.at[item, :, columns])
                 return total + _times_transposed(x, plt.load(pages_ref.at[slot, page_rows, columns]))
@@ -129,8 +140,11 @@ def _down(
             plt.store(out_ref.at[item, :, page_rows], total.astype(out.dtype))
 
     shape = jax.ShapeDtypeStruct(out.shape, out.dtype)
-    launch = _launch((I, D // TILE_OUT), 5, out_shape=shape, input_output_aliases={4: 0}, interpret=interpret)
-    return launch(kernel)(span, slots, hidden, down, out)
+    grid, in_place = (I, D // TILE_OUT), {4: 0}  # `out` is the fifth operand
+    return _launch(
+        kernel, grid, span, slots, hidden, down, out,
+        out_shape=shape, input_output_aliases=in_place, interpret=interpret,
+    )  # fmt: skip
 
 
 def _times_transposed(x: Float[Array, "R I"], weight: Float[Array, "O I"]) -> Float[Array, "R O"]:

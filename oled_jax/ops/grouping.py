@@ -30,7 +30,7 @@ class ItemShape:
 
     @property
     def direct(self) -> bool:
-        """An item holds every token of the pass, row = token: nothing is gathered, unused rows cost no memory traffic."""
+        """An item holds every token of the pass, row = token: then nothing needs to be gathered."""
         return self.num_tokens <= MAX_ROWS_PER_ITEM
 
     @property
@@ -60,7 +60,9 @@ def group_pairs(keys: Any, num_keys: int, shape: ItemShape, xp: types.ModuleType
     """
     P = shape.pairs
     counts = xp.bincount(keys, minlength=num_keys + 1, **({} if xp is np else {"length": num_keys + 1}))
-    items = (counts[:num_keys] > 0).astype(counts.dtype) if shape.direct else -(-counts[:num_keys] // shape.rows)
+    items = (
+        (counts[:num_keys] > 0).astype(counts.dtype) if shape.direct else -(-counts[:num_keys] // shape.rows)
+    )
     first_item = xp.concatenate([xp.cumsum(items) - items, xp.zeros(1, items.dtype)])
     within = xp.arange(P) // shape.top_k if shape.direct else _rank(keys, counts, xp)
     pair_row = xp.where(keys < num_keys, first_item[keys] * shape.rows + within, -1)

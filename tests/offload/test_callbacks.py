@@ -13,7 +13,7 @@ from engines import build, check_residency, context, open_tiny, run
 from oled_jax.policies.lru import LruPolicy
 
 
-class PolicyBroke(Exception):
+class PolicyBrokeError(Exception):
     """Raised by the policy below and by nothing else."""
 
 
@@ -25,7 +25,7 @@ class Breaks(LruPolicy):
     def on_route(self, routing):
         self.fuse -= 1
         if self.fuse == 0:
-            raise PolicyBroke(f"in layer {routing.layer}")
+            raise PolicyBrokeError(f"in layer {routing.layer}")
         return super().on_route(routing)
 
 
@@ -36,7 +36,7 @@ def test_an_exception_in_a_policy_reaches_the_caller_and_the_engine_lives_on(gol
     policy = Breaks(context(config, 4))
     policy.fuse = fuse
     engine = build(config, source, policy)
-    with pytest.raises(PolicyBroke, match="in layer"):
+    with pytest.raises(PolicyBrokeError, match="in layer"):
         run(engine, [list(range(20))])
     check_residency(engine)
     assert run(engine, [[1, 2, 3]])[0].output_ids == expected
@@ -55,29 +55,26 @@ def test_an_engine_refuses_two_runs_at_once(golden):
 
 
 WATCHED = """
-    import faulthandler, sys
+    import faulthandler, os, sys
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     faulthandler.dump_traceback_later(240, exit=True)
     import dataclasses
     from pathlib import Path
-    from engines import GREEDY, build, open_tiny, run
-    engine = build(*open_tiny(Path(sys.argv[1])), "oled", 5)
-    engine.record = False
+    from engines import GREEDY, build_plain, open_tiny, run
+    engine = build_plain(*open_tiny(Path(sys.argv[1])), "oled", 5)
     decoding = dataclasses.replace(GREEDY, gen_length=128, eos_id=-1, threshold=2.0, steps=8)
     passes = 0
     while passes < 1000:
         result = run(engine, [[passes % 500]], decoding)[0]
         passes += sum(result.passes.values())
-        engine.recorded.clear()
     print("passes", passes)
 """
 
 
 def test_a_thousand_iterations_on_two_cores_under_a_watchdog(golden):
-    cores = sorted(os.sched_getaffinity(0))[:2]
     child = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(WATCHED), str(golden)],
         env=os.environ | {"PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"},
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
         capture_output=True,
         text=True,
         timeout=300,
