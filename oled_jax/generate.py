@@ -88,7 +88,7 @@ def _generate(argv: Sequence[str] | None) -> None:
     for line in _plan_lines(cache, plan):
         note(line)
     with _progress(plan.num_layers) as advance:
-        engine, policy = load_engine(model, cache, plan, advance)
+        engine, policy = load_engine(model, cache, plan, advance, _note_beside_bar)
     if engine.cpu_experts is not None:
         note(engine.cpu_experts.description)
         for sentence in engine.cpu_experts.notes:
@@ -120,9 +120,7 @@ def _decoding(options: argparse.Namespace, model: OpenedModel) -> DecodingConfig
     )
     for sentence in ids.notes:
         note(f"note: {sentence}")
-    return resolve_decoding(
-        vars(options), family=model.family, generation_config=model.generation_config, ids=ids
-    )
+    return resolve_decoding(vars(options), family=model.family, generation_config=model.generation_config, ids=ids)
 
 
 def _note_length(model: OpenedModel, length: int) -> None:
@@ -144,6 +142,11 @@ def _progress(num_layers: int) -> Iterator[Callable[[int], None]]:
     """A bar over the layers that are loaded, where a person can see it."""
     with tqdm(total=num_layers, desc="loading experts", unit="layer", file=sys.stderr, disable=None) as bar:
         yield lambda layer: bar.update()
+
+
+def _note_beside_bar(text: str) -> None:
+    """`note` while a bar may be on the screen."""
+    tqdm.write(text, file=sys.stderr)
 
 
 def _text(model: OpenedModel, result: Result) -> str | None:

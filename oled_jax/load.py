@@ -14,6 +14,8 @@ from oled_jax import embedded
 from oled_jax.config import DecodingConfig, ModelConfig
 from oled_jax.convert.checkpoint import open_checkpoint
 from oled_jax.convert.hub import resolve_model
+from oled_jax.cost.lookup import profile_for
+from oled_jax.cost.measure import profile_key
 from oled_jax.cost.profile import UNMEASURED
 from oled_jax.engine import DEFAULT_SPARE, Engine, WeightSource, load_offloaded, load_resident
 from oled_jax.errors import UsageError
@@ -149,13 +151,9 @@ class CacheOptions:
                 )
             capacity = int(expert_cache)
         if entry.is_reference and (expert_cache not in (None, "all") or gigabytes is not None):
-            raise UsageError(
-                "--policy all keeps every expert resident: leave out the size of the expert cache"
-            )
+            raise UsageError("--policy all keeps every expert resident: leave out the size of the expert cache")
         if entry.is_reference and (cpu_experts is not None or cpu_threads is not None):
-            raise UsageError(
-                "--cpu-experts and --cpu-threads have no effect with --policy all: nothing misses"
-            )
+            raise UsageError("--cpu-experts and --cpu-threads have no effect with --policy all: nothing misses")
         if cpu_threads is not None and cpu_experts == CPU_OFF:
             raise UsageError("--cpu-threads has no effect with --cpu-experts off")
         return cls(
@@ -241,19 +239,28 @@ def plan_run(model: OpenedModel, cache: CacheOptions, shape: RunShape, device: j
 
 
 def load_engine(
-    model: OpenedModel, cache: CacheOptions, plan: MemoryPlan, progress: Callable[[int], None] | None = None
+    model: OpenedModel,
+    cache: CacheOptions,
+    plan: MemoryPlan,
+    progress: Callable[[int], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> tuple[Engine, Policy | None]:
     """Builds the policy, then loads the weights.
+
+    A policy that may use the CPU goes by the machine's hardware profile: the saved one, or a quick measurement. That
+    is made on scratch pages (about 1 GB) before the weights are loaded, so that the policy is complete before the
+    slow part.
 
     Args:
       plan: of `plan_run`.
       progress: called with the number of each MoE layer that was loaded.
+      notify: told in a sentence where the hardware profile comes from.
 
     Returns:
       the engine; and its policy, None if every page is resident for good.
 
     Raises:
-      UsageError: the policy cannot be built here, or the weights cannot be used.
+      UsageError: the policy or the CPU backend cannot be built here, or the weights cannot be used.
     """
     weights = model.weights if progress is None else _Watched(model.weights, progress)
     if plan.resident:
@@ -268,15 +275,24 @@ def load_engine(
         cpu_available=backend is not None,
     )
     policy = make_policy(cache.policy, context)
-    if not policy.uses_cpu:
-        if cache.cpu_experts not in (None, CPU_OFF) or cache.cpu_threads is not None:
-            raise UsageError(
-                f"--cpu-experts and --cpu-threads have no effect: policy {cache.policy!r} transfers every miss"
-            )
-        backend = None
+    if not policy.uses_cpu and (cache.cpu_experts not in (None, CPU_OFF) or cache.cpu_threads is not None):
+        raise UsageError(
+            f"--cpu-experts and --cpu-threads have no effect: policy {cache.policy!r} transfers every miss"
+        )
+    if backend is None or not policy.uses_cpu:
+        return load_offloaded(model.config, weights, policy, spare=plan.spare), policy
+    profile = profile_for(profile_key(model.config, backend, cache.cpu_threads), notify)
+    policy = make_policy(cache.policy, dataclasses.replace(context, costs=profile.costs))
     engine = load_offloaded(
-        model.config, weights, policy, spare=plan.spare, cpu_backend=backend, cpu_threads=cache.cpu_threads
+        model.config,
+        weights,
+        policy,
+        spare=plan.spare,
+        cpu_backend=profile.backend,
+        cpu_threads=profile.key.threads,
     )
+    if engine.cpu_experts is not None and backend == AUTO:
+        engine.cpu_experts.description = profile.description  # why this one is the fastest
     return engine, policy
 
 

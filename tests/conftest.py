@@ -1,6 +1,7 @@
-"""Fixtures that every test folder uses: the golden reference data, unpacked once a session."""
+"""Fixtures that every test folder uses: the golden reference data, unpacked once a session; a cache directory."""
 
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -16,6 +17,14 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(folder, filter="data")
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Profiles and compiled programs that commands keep stay out of the user's own cache directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from oled_jax.config import DecodingConfig
 from oled_jax.convert.hf import HfCheckpoint
-from oled_jax.cost.profile import UNMEASURED
+from oled_jax.cost.profile import CostProfile
 from oled_jax.decode.events import Result
 from oled_jax.engine import Engine, load_offloaded, load_resident
 from oled_jax.models.kv_cache import KVCache
@@ -30,6 +30,8 @@ class RecordedEngine(Engine):
         self, info: PassInfo, inputs: PassInputs, cache: KVCache, block_length: int
     ) -> tuple[KVCache, jax.Array]:
         cache, hidden = super().run_pass(info, inputs, cache, block_length)
+        if not info.token_mask.any():  # a warm-up
+            return cache, hidden
         logits = np.asarray(head_logits(self.config, self.trunk, hidden))
         self.recorded.append((info.kind, logits.reshape(-1, logits.shape[-1])[info.token_mask]))
         if self.manager is not None:
@@ -52,13 +54,20 @@ def context(config, capacity: int, **changes) -> PolicyContext:
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
         total_slots=capacity * config.num_moe_layers,
-        costs=UNMEASURED,
+        # An expert of one token is quicker on the CPU, one of more is not: policies that weigh costs use both.
+        costs=CostProfile(h2d_us=120.0, cpu_fixed_us=90.0, cpu_token_us=20.0),
     )
     return dataclasses.replace(shape, **changes)
 
 
 def open_tiny(folder: Path, dtype: str = "float32") -> tuple:
-    checkpoint = HfCheckpoint.open(folder / "llada2-tiny")
+    """Configuration and weights of the golden model that the recorded generations are of."""
+    return open_golden(folder / "llada2-tiny", dtype)
+
+
+def open_golden(directory: Path, dtype: str = "float32") -> tuple:
+    """Configuration and weights of a golden checkpoint."""
+    checkpoint = HfCheckpoint.open(directory)
     return dataclasses.replace(checkpoint.config, dtype=dtype), checkpoint
 
 

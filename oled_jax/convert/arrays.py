@@ -61,14 +61,15 @@ def _nested(arrays: Mapping[tuple[str, ...], np.ndarray]) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Orbax logs a traceback for each thread that fails, and a warning because there is no OCDBT to merge."""
+    """Orbax logs a traceback for each thread that fails, and a warning because there is no OCDBT to merge.
+
+    After a failure it stays quiet: threads of Orbax still end then, and the exception says all that they would.
+    """
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    yield
+    logger.setLevel(level)
 
 
 @contextmanager

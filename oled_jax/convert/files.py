@@ -13,7 +13,7 @@ from oled_jax.convert.staging import JOB_NAME
 from oled_jax.errors import CheckpointError
 
 WEIGHT_ENDINGS = (
-    ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json", ".incomplete",
+    ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".index.json", ".incomplete",
 )  # fmt: skip
 TEMPLATE_FOLDER = "additional_chat_templates"  # transformers reads named templates from it
 LARGEST_BYTES = 200_000_000  # vocabularies reach 20 MB; beyond this a file is weights under another name

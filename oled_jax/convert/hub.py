@@ -35,11 +35,7 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub import constants, errors
 
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                model, allow_patterns=NEEDED_FILES, ignore_patterns=NESTED_FILES
-            )
-        )
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=NEEDED_FILES, ignore_patterns=NESTED_FILES))
     except errors.GatedRepoError as error:
         reason = "is gated: accept its terms on its hub page, then log in (hf auth login) or set HF_TOKEN"
         raise UsageError(f"model {model} {reason}") from error
@@ -53,8 +49,6 @@ def _from_hub(model: str) -> Path:
         else:
             reason = "the hub cannot be reached: check the network, or give a directory"
         raise UsageError(f"model {model} {held}, and {reason}") from error
-    except (
-        Exception
-    ) as error:  # the HTTP library under huggingface_hub, and so its exceptions, differ by version
+    except Exception as error:  # the HTTP library under huggingface_hub, and so its exceptions, differ by version
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UsageError(f"model {model} could not be fetched from the hub ({cause}): try again") from error

@@ -47,18 +47,14 @@ def match_tensors(family: Family, config: ModelConfig, shards: Shards, problems:
         stored = matcher.find(needed.name, needed.shape)
         if stored is not None:
             trunk.append((needed, stored))
-    experts = tuple(
-        tuple(_layer_experts(family, config, layer, matcher)) for layer in family.moe_layers(config)
-    )
+    experts = tuple(tuple(_layer_experts(family, config, layer, matcher)) for layer in family.moe_layers(config))
     ignored = family.ignored_tensors(config)
     matcher.note_extras(ignored)
     redundant = tuple(shards.tensors[name] for name in ignored if name in shards.tensors)
     return Layout(trunk=tuple(trunk), experts=experts, redundant=redundant)
 
 
-def _layer_experts(
-    family: Family, config: ModelConfig, layer: int, matcher: "_Matcher"
-) -> Iterable[ExpertTensor]:
+def _layer_experts(family: Family, config: ModelConfig, layer: int, matcher: "_Matcher") -> Iterable[ExpertTensor]:
     E, F, D = config.num_experts, config.moe_intermediate_size, config.hidden_size
     for projection in PROJECTIONS:
         shape = (D, F) if projection == "down_proj" else (F, D)
@@ -66,9 +62,7 @@ def _layer_experts(
         if matcher.has(merged):
             candidates: list[tuple[int | None, str, tuple[int, ...]]] = [(None, merged, (E, *shape))]
         else:
-            names = (
-                family.expert_name.format(layer=layer, expert=e, projection=projection) for e in range(E)
-            )
+            names = (family.expert_name.format(layer=layer, expert=e, projection=projection) for e in range(E))
             candidates = [(e, name, shape) for e, name in enumerate(names)]
         for expert, name, needed_shape in candidates:
             stored = matcher.find(name, needed_shape)
@@ -106,9 +100,7 @@ class _Matcher:
 
     def note_extras(self, ignored: Iterable[str]) -> None:
         for name in sorted(set(self._shards.tensors) - self._used - set(ignored), key=_natural):
-            self._problems.add(
-                f"{name} belongs to no part of the model", f"extra tensors like {_pattern(name)}"
-            )
+            self._problems.add(f"{name} belongs to no part of the model", f"extra tensors like {_pattern(name)}")
 
 
 def _pattern(name: str) -> str:

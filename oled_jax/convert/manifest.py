@@ -8,7 +8,7 @@ import json
 import math
 import types
 import typing
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from oled_jax.convert.problems import Problems, read_json_object
@@ -62,6 +62,8 @@ class Entry:
 
     def valid(self) -> bool:
         """The numbers agree with each other."""
+        if not all(_inside(name) for name in (self.source_file, self.file or self.source_file)):
+            return False
         if self.offset < 0 or self.nbytes < 0 or self.pieces < 1 or min(self.shape, default=1) < 0:
             return False
         if self.pieces > 1 and self.nbytes % self.pieces:
@@ -122,7 +124,7 @@ def is_converted(directory: Path) -> bool:
 def dump_json(value: Any) -> str:
     """A dataclass of this module, or a list of such, as JSON text."""
     plain = [dataclasses.asdict(item) for item in value] if isinstance(value, list | tuple) else None
-    return json.dumps(dataclasses.asdict(value) if plain is None else plain, indent=0) + "\n"
+    return json.dumps(dataclasses.asdict(value) if plain is None else plain) + "\n"
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -141,18 +143,24 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(str(directory), problems.lines())
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
-        written = f"{MANIFEST_NAME} is of format version {version!r}, written by oled_jax {raw.get('converter_version')}"
+        written = (
+            f"{MANIFEST_NAME} is of format version {version!r}, written by oled_jax {raw.get('converter_version')}"
+        )
         reason = f"{written}; this oled_jax reads version {FORMAT_VERSION}: convert again, or use that oled_jax"
         raise CheckpointError(str(directory), [reason])
     manifest = parse(Manifest, raw)
-    if manifest is None or not all(entry.valid() for entry in manifest.entries):
+    if (
+        manifest is None
+        or not all(entry.valid() for entry in manifest.entries)
+        or not all(_inside(copied.name) for copied in manifest.files)
+    ):
         raise CheckpointError(str(directory), [f"{MANIFEST_NAME} is damaged: convert again"])
     return manifest
 
 
 def parse(kind: Any, value: Any) -> Any:
     """`value` (of JSON) as a dataclass, tuple, str or int `kind`; None if it is none, or if it is null."""
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         if not isinstance(value, dict) or value.keys() != hints.keys():
             return None
@@ -165,6 +173,12 @@ def parse(kind: Any, value: Any) -> Any:
     if typing.get_origin(kind) is types.UnionType:
         kind = typing.get_args(kind)[0]
     return value if type(value) is kind else None
+
+
+def _inside(name: str) -> bool:
+    """A relative name that stays in its directory."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def _may_be_null(hint: Any, value: Any) -> bool:

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,6 +26,7 @@ SAFETENSORS_CODES = {dtype.name: code for code, dtype in READABLE.items()}
 Arrays = dict[tuple[str, ...], np.ndarray]
 
 
+@runtime_checkable
 class Part(Protocol):
     """`name` is its directory, `num_bytes` the size of its arrays."""
 

@@ -40,9 +40,7 @@ def read_json_object(path: Path, problems: Problems) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        problems.add(
-            f"{path.name} is not valid JSON (line {error.lineno}, column {error.colno}: {error.msg})"
-        )
+        problems.add(f"{path.name} is not valid JSON (line {error.lineno}, column {error.colno}: {error.msg})")
     except UnicodeDecodeError:
         problems.add(f"{path.name} is not valid JSON (not UTF-8 text)")
     except OSError as error:

@@ -49,14 +49,8 @@ def _files_without_index(directory: Path, problems: Problems) -> list[Path]:
         return [directory / SINGLE_NAME]
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        other = sorted(
-            p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in directory.glob(pattern)
-        )
-        held = (
-            f", only {other[0]}{' and others' if other[1:] else ''}: convert it to safetensors"
-            if other
-            else ""
-        )
+        other = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in directory.glob(pattern))
+        held = f", only {other[0]}{' and others' if other[1:] else ''}: convert it to safetensors" if other else ""
         problems.add(f"no safetensors files{held}")
     return files
 
@@ -69,9 +63,7 @@ def _collect_files(files: list[Path], problems: Problems) -> Shards:
         complete = complete and header is not None
         for name, tensor in (header or {}).items():
             if name in tensors:
-                problems.add(
-                    f"{name} is in both {tensors[name].file.name} and {file.name}", "tensors in two shards"
-                )
+                problems.add(f"{name} is in both {tensors[name].file.name} and {file.name}", "tensors in two shards")
             tensors[name] = tensor
     return Shards(tensors=tensors, excused=frozenset(), complete=complete)
 
@@ -80,9 +72,7 @@ def _collect_indexed(directory: Path, weight_map: dict[str, Any], problems: Prob
     placed = {name: _shard_path(directory, file) for name, file in weight_map.items()}
     for name, path in placed.items():
         if path is None:
-            problems.add(
-                f"{INDEX_NAME} places {name} in {weight_map[name]!r}, not a file here", "bad index entries"
-            )
+            problems.add(f"{INDEX_NAME} places {name} in {weight_map[name]!r}, not a file here", "bad index entries")
     tensors: dict[str, StoredTensor] = {}
     excused = {name for name, path in placed.items() if path is None}
     for file in sorted({path for path in placed.values() if path is not None}):
@@ -102,12 +92,7 @@ def _collect_indexed(directory: Path, weight_map: dict[str, Any], problems: Prob
 
 
 def _shard_path(directory: Path, file: Any) -> Path | None:
-    if (
-        not isinstance(file, str)
-        or not file
-        or PurePosixPath(file).is_absolute()
-        or ".." in PurePosixPath(file).parts
-    ):
+    if not isinstance(file, str) or not file or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
         return None
     return directory / file
 
@@ -130,8 +115,6 @@ def _merge(
     for name, tensor in header.items():
         held = tensors.get(name)
         if held is not None and placed.get(name) not in (held.file, tensor.file):
-            problems.add(
-                f"{name} is in both {held.file.name} and {tensor.file.name}", "tensors in two shards"
-            )
+            problems.add(f"{name} is in both {held.file.name} and {tensor.file.name}", "tensors in two shards")
         if held is None or placed.get(name) != held.file:
             tensors[name] = tensor

@@ -58,14 +58,12 @@ class Staging:
 
 
 @contextmanager
-def stage(
-    target: Path, *, job: str, replaces: Callable[[Path], bool], overwrite: bool
-) -> Iterator[Staging]:
+def stage(target: Path, *, job: str | None, replaces: Callable[[Path], bool], overwrite: bool) -> Iterator[Staging]:
     """The place to build `target` in. An exception leaves it there, for the next run.
 
     Args:
       target: the directory to make.
-      job: what is made of what; an earlier run's work is used if it was the same.
+      job: what is made of what; an earlier run's work is used if it was the same. None: never.
       replaces: whether a directory is of the kind that `overwrite` may replace.
       overwrite: the user allows that.
 
@@ -75,15 +73,15 @@ def stage(
     target = Path(os.path.realpath(target))
     _check_target(target, replaces, overwrite)
     directory = target.with_name(f"{target.name}.incomplete")
-    with _explained(target, directory):
+    with _explained(target, None if job is None else directory):
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory, target):
-            resumed = _has_job(directory, job)
+            resumed = job is not None and _has_job(directory, job)
             staging = Staging(directory, target, resumed)
             if not resumed:
                 _require_own(directory)
                 _clear(directory)
-                staging.write_text(JOB_NAME, job)
+                staging.write_text(JOB_NAME, job or "")
             yield staging
 
 
@@ -110,12 +108,12 @@ def _check_target(target: Path, replaces: Callable[[Path], bool], overwrite: boo
 
 
 @contextmanager
-def _explained(target: Path, directory: Path) -> Iterator[None]:
+def _explained(target: Path, directory: Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         kept = ""
-        if is_unfinished(directory):
+        if directory is not None and is_unfinished(directory):
             kept = f"; what is done so far is kept in {directory}: run the same command again to go on"
         raise UsageError(f"{target} cannot be written: {error.strerror or error}{kept}") from error
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ READABLE: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+METADATA = {"format": "pt"}  # transformers refuses safetensors files without it
+ALIGNMENT = 8  # of the data; the safetensors library pads its headers alike
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 CHUNK_BYTES = 1 << 20  # small enough that a chunk is still in cache when it is examined and cast
 
@@ -61,9 +64,7 @@ def read_header(file: Path, problems: Problems) -> dict[str, StoredTensor] | Non
         with file.open("rb") as stream:
             start = stream.read(8)
             if start == b"version ":
-                problems.add(
-                    f"{file.name} is a Git LFS pointer, not the weights: fetch them with git lfs pull"
-                )
+                problems.add(f"{file.name} is a Git LFS pointer, not the weights: fetch them with git lfs pull")
                 return None
             length = int.from_bytes(start, "little")
             if len(start) < 8 or size < 8 + length <= 8 + MAX_HEADER_BYTES:
@@ -99,15 +100,11 @@ def _stored_tensors(
     end = data_start
     for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
         if tensor.offset < end:
-            problems.add(
-                f"{file.name}: {tensor.name} overlaps another tensor", f"overlapping tensors in {file.name}"
-            )
+            problems.add(f"{file.name}: {tensor.name} overlaps another tensor", f"overlapping tensors in {file.name}")
         end = max(end, tensor.offset + tensor.nbytes)
     if end > size:
         cut = sum(t.offset + t.nbytes > size for t in tensors.values())
-        problems.add(
-            f"{file.name} is truncated: {size} bytes instead of {end}, {cut} tensors are cut off or missing"
-        )
+        problems.add(f"{file.name} is truncated: {size} bytes instead of {end}, {cut} tensors are cut off or missing")
     return tensors
 
 
@@ -124,6 +121,22 @@ def _stored_tensor(name: str, file: Path, data_start: int, entry: Any) -> Stored
     return StoredTensor(
         name=name, file=file, dtype=dtype, shape=tuple(shape), offset=data_start + begin, nbytes=end - begin
     )
+
+
+def file_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """The start of a safetensors file, up to its data.
+
+    Args:
+      tensors: name, dtype code, shape and number of bytes, in the order in which their data follows.
+    """
+    header: dict[str, Any] = {"__metadata__": METADATA}
+    offset = 0
+    for name, code, shape, num_bytes in tensors:
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
+        offset += num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 class ValueCheck:

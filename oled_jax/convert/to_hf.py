@@ -2,7 +2,6 @@
 
 import json
 import os
-import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,17 +15,14 @@ from oled_jax.convert.manifest import Entry, is_converted
 from oled_jax.convert.pieces import Advance, damaged_entries, entry_chunks, forget_cached, format_crc
 from oled_jax.convert.shards import INDEX_NAME, SINGLE_NAME
 from oled_jax.convert.staging import Staging, discard, stage
-from oled_jax.convert.tensors import READABLE
+from oled_jax.convert.tensors import READABLE, file_header
 from oled_jax.convert.writer import require_apart
 from oled_jax.errors import CheckpointError
 
-METADATA = {"format": "pt"}  # transformers refuses safetensors files without it
 CONFIG_NAME = "config.json"
 
 
-def write_hf(
-    checkpoint: ConvertedCheckpoint, target: Path, *, overwrite: bool, verify: bool, advance: Advance
-) -> None:
+def write_hf(checkpoint: ConvertedCheckpoint, target: Path, *, overwrite: bool, verify: bool, advance: Advance) -> None:
     """Writes `target`, a Hugging Face checkpoint, or nothing under that name. Memory: a few megabytes.
 
     Bytes are those of the source. If the conversion cast them (`--dtype`), the cast values are written and
@@ -46,8 +42,7 @@ def write_hf(
     shards: dict[str, list[Entry]] = {}
     for entry in manifest.entries:
         shards.setdefault(entry.source_file, []).append(entry)
-    job = json.dumps({"to_hf": str(checkpoint.directory.resolve()), "dtype": manifest.dtype})
-    with stage(target, job=job, replaces=_is_hf, overwrite=overwrite) as staging:
+    with stage(target, job=None, replaces=_is_hf, overwrite=overwrite) as staging:
         staging.require_space(sum(_target_bytes(entry, manifest.dtype) for entry in manifest.entries))
         try:
             writer = _ShardWriter(checkpoint, staging.directory, advance)
@@ -100,7 +95,8 @@ class _ShardWriter:
         """One file; returns what it holds, with places and checksums in that file."""
         # Wider elements first, as the safetensors library does, so that each tensor is aligned to its elements.
         ordered = sorted(entries, key=lambda entry: (-self._itemsize(entry), entry.source_offset))
-        header, begin = _header(ordered, self._cast)
+        header = file_header([(e.name, _target_dtype(e, self._cast), e.shape, self._bytes(e)) for e in ordered])
+        begin = len(header)
         path = self._target / name
         path.parent.mkdir(parents=True, exist_ok=True)
         written = []
@@ -119,6 +115,9 @@ class _ShardWriter:
         if self._damaged:
             problems = [f"{name} is damaged: its bytes differ from those that were written" for name in self._damaged]
             raise CheckpointError(str(self._source), problems)
+
+    def _bytes(self, entry: Entry) -> int:
+        return _target_bytes(entry, self._cast)
 
     def _itemsize(self, entry: Entry) -> int:
         code = _target_dtype(entry, self._cast)
@@ -141,21 +140,6 @@ class _ShardWriter:
 
 def _cast_bytes(chunk: bytearray, code: str, target: str) -> bytes:
     return np.frombuffer(chunk, READABLE[code]).astype(READABLE[target]).tobytes()
-
-
-def _header(entries: Sequence[Entry], cast: str | None) -> tuple[bytes, int]:
-    """The start of a safetensors file, and where its data begins."""
-    header: dict[str, Any] = {"__metadata__": METADATA}
-    offset = 0
-    for entry in entries:
-        end = offset + _target_bytes(entry, cast)
-        header[entry.name] = {
-            "dtype": _target_dtype(entry, cast), "shape": list(entry.shape), "data_offsets": [offset, end],
-        }  # fmt: skip
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text, 8 + len(text)
 
 
 def _written(entry: Entry, file: str, offset: int, cast: str | None, crc: int) -> Entry:

@@ -4,6 +4,8 @@ Hugging Face checkpoints and converted ones differ only in how they are opened; 
 """
 
 import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,10 @@ from oled_jax.convert.problems import Problems, read_json_object
 from oled_jax.convert.tensors import StoredTensor, TensorReader, ValueCheck
 from oled_jax.errors import CheckpointError, UsageError
 from oled_jax.models.registry import Family, family_of
+
+# Threads that share a layer in turns, so that the disk still sees one walk through the file: while one waits for it,
+# others take their page faults and look for NaN. Those cost more than the copy out of the kernel's cache.
+READERS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,19 +76,22 @@ class StoredWeights:
         """
         E, F, D = self.config.num_experts, self.config.moe_intermediate_size, self.config.hidden_size
         if gate_up.shape != (E, 2 * F, D) or down.shape != (E, D, F):
-            raise ValueError(
-                f"pages {gate_up.shape} and {down.shape} given, need {(E, 2 * F, D)} and {(E, D, F)}"
-            )
+            raise ValueError(f"pages {gate_up.shape} and {down.shape} given, need {(E, 2 * F, D)} and {(E, D, F)}")
         views = {"gate_proj": gate_up[:, :F], "up_proj": gate_up[:, F:], "down_proj": down}
-        reads: list[tuple[tuple[Path, int], StoredTensor, np.ndarray, int]] = []
+        reads = []
         for tensor in self.layout.experts[moe_layer]:
             for e in range(E) if tensor.expert is None else (tensor.expert,):
                 skip = e * F * D if tensor.expert is None else 0
-                place = tensor.stored.file, tensor.stored.position(skip)
-                reads.append((place, tensor.stored, views[tensor.projection][e], skip))
+                reads.append(_Read(tensor.stored, views[tensor.projection][e], skip))
+        reads.sort(key=lambda read: read.place)
+        shares = [reads[first::READERS] for first in range(READERS)]
+        with ThreadPoolExecutor(READERS) as readers:
+            list(readers.map(self._carry_out, shares))
+
+    def _carry_out(self, reads: Sequence["_Read"]) -> None:
         with TensorReader(self.values) as reader:
-            for _, stored, page, skip in sorted(reads, key=lambda read: read[0]):
-                reader.read(stored, page, skip)
+            for read in reads:
+                reader.read(read.stored, read.page, read.skip)
 
     def check_finite(self) -> None:
         """Says whether what was read so far can be used.
@@ -94,6 +103,19 @@ class StoredWeights:
         self.values.note(problems)
         if problems:
             raise CheckpointError(str(self.directory), problems.lines())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """Fills `page` from element `skip` of a tensor on."""
+
+    stored: StoredTensor
+    page: np.ndarray
+    skip: int
+
+    @property
+    def place(self) -> tuple[Path, int]:
+        return self.stored.file, self.stored.position(self.skip)
 
 
 def _file_order(stored: StoredTensor) -> tuple[Path, int]:

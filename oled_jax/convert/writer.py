@@ -120,5 +120,3 @@ def _finished(staging: Staging, part: Part) -> tuple[Entry, ...] | None:
     if not staging.resumed or not file.exists():
         return None
     return parse(tuple[Entry, ...], json.loads(file.read_text(encoding="utf-8")))
-
-

@@ -8,7 +8,11 @@ from typing import Any
 from oled_jax.demo.items import Draft, Item, Template
 from oled_jax.demo.sandbox import run_function
 
-ARGUMENTS = {"number": ("x", "n", "value", "number"), "list": ("items", "values", "numbers"), "text": ("text", "s", "word")}
+ARGUMENTS = {
+    "number": ("x", "n", "value", "number"),
+    "list": ("items", "values", "numbers"),
+    "text": ("text", "s", "word"),
+}
 REQUESTS = ("Complete the function:", "Write this function:", "Finish this Python function:")
 INPUTS: Mapping[str, Sequence[Any]] = {
     "number": (-7, 0, 1, 2, 5, 12, 30, 100),
@@ -52,7 +56,11 @@ class Task:
             prompt=f'{rng.choice(REQUESTS)}\n{head}    """{described}"""',
             answer=(head + body).rstrip("\n"),
             key=(words["k"],) if numeric else (name, words["a"], described),
-            expected={"function": name, "inputs": INPUTS[self.argument], "outputs": self._outputs(name, head + body)},
+            expected={
+                "function": name,
+                "inputs": INPUTS[self.argument],
+                "outputs": self._outputs(name, head + body),
+            },
         )
 
     def _outputs(self, name: str, source: str) -> tuple[Any, ...]:

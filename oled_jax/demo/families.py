@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from oled_jax.demo import code_tasks, math_problems, questions, stories
-from oled_jax.demo.items import Item, Split, Template, draw_item
+from oled_jax.demo.items import Item, Template, draw_item
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

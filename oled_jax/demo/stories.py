@@ -4,6 +4,7 @@ A story must hold both things that were asked for, use one name for its hero, an
 """
 
 import dataclasses
+import itertools
 import random
 import re
 
@@ -84,12 +85,15 @@ REQUESTS = {
     "about": ("Write a short story about a {hero} and a {thing}.", "Tell me a story about a {hero} and a {thing}."),
     "in-which": ("Write a story in which a {hero} has a {thing}.", "Tell a tale where a {hero} meets a {thing}."),
     "with": ("I want a story with a {hero} and a {thing} in it.", "Make up a story with a {thing} and a {hero}."),
-    "please": ("Please tell a short story of a {hero} with a {thing}.", "A story about a {thing} and a {hero}, please."),
-    "bedtime": ("Tell my son a bedtime story about a {hero} and a {thing}.", "A bedtime story: a {hero} and a {thing}."),
-    "invent": ("Invent a little tale about a {thing} and a {hero}.", "Invent a story of a {hero} who has a {thing}."),
-    "named": ("Write a story about a {hero} named {name} and a {thing}.", "Tell a story: {name} the {hero} and a {thing}."),
-    "colored": ("Write a story about a {hero} and a {color} {thing}.", "Tell a tale of a {color} {thing} and a {hero}."),
-}  # fmt: skip
+    "please": ("Please tell a short story of a {hero} with a {thing}.", "Give me a tale of a {thing} and a {hero}."),
+    "bedtime": ("Tell my son a bedtime story of a {hero} and a {thing}.", "A bedtime story: a {hero} and a {thing}."),
+    "invent": ("Invent a little tale about a {thing} and a {hero}.", "Think up a tale of a {hero} who has a {thing}."),
+    "named": ("Write a story of a {hero} named {name} and a {thing}.", "Tell a tale: {name} the {hero} and a {thing}."),
+    "colored": (
+        "Write a story about a {hero} and a {color} {thing}.",
+        "Tell a tale of a {color} {thing} and a {hero}.",
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +134,7 @@ def check(item: Item, text: str) -> bool:
     if expected["hero"] not in words or expected["thing"] not in words:
         return False
     names = {word for word in words if word in NAMES}
-    before = [word for word, following in zip(words, words[1:], strict=False) if following == expected["thing"]]
+    before = [word for word, following in itertools.pairwise(words) if following == expected["thing"]]
     colors = {word for word in words if word in COLORS}
     if len(names) != 1 or len(colors) != 1 or not before or set(before) - colors:
         return False

@@ -45,15 +45,16 @@ def group(ids: Int[Array, "N K"], num_experts: int, rows: int) -> Grouping:
     # Expert and pair in one integer: a sort of plain keys, which GPUs do fastest, that is stable by itself.
     keys = jnp.sort(ids.reshape(P) * P + jnp.arange(P, dtype=jnp.int32))
     order, expert = keys % P, keys // P
-    first_pair = jnp.searchsorted(keys, jnp.arange(num_experts + 1, dtype=jnp.int32) * P).astype(jnp.int32)
-    items = -(-jnp.diff(first_pair) // rows)
+    counts = jnp.sum(ids[:, :, None] == jnp.arange(num_experts), axis=(0, 1), dtype=jnp.int32)
+    first_pair = jnp.cumsum(counts) - counts
+    items = -(-counts // rows)
     last_item = jnp.cumsum(items)
     row = (last_item - items)[expert] * rows + jnp.arange(P, dtype=jnp.int32) - first_pair[expert]
     unique: dict[str, Any] = {"unique_indices": True, "mode": "promise_in_bounds"}
     pair_of_row = jnp.full(num_items * rows, P, jnp.int32).at[row].set(order, **unique)
     row_of_pair = jnp.zeros(P, jnp.int32).at[order].set(row, **unique).reshape(N, K)
-    owner = jnp.searchsorted(last_item, jnp.arange(num_items, dtype=jnp.int32), side="right")
-    return Grouping(pair_of_row, row_of_pair, jnp.minimum(owner, num_experts - 1).astype(jnp.int32))
+    owner = jnp.sum(jnp.arange(num_items)[:, None] >= last_item, axis=1, dtype=jnp.int32)
+    return Grouping(pair_of_row, row_of_pair, jnp.minimum(owner, num_experts - 1))
 
 
 @jax.custom_vjp
@@ -94,8 +95,8 @@ gather.defvjp(_gather_forward, _gather_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def take_rows(table: Float[Array, "E *rest"], index: Int[Array, "*n"], size: int) -> Float[Array, "*n *rest"]:
-    """table[index], with a product as its gradient: sums in float32 however often an index occurs.
+def take_rows(table: Float[Array, "E *rest"], index: Int[Array, "*n"], size: int) -> Float[Array, "..."]:
+    """table[index], [*n, *rest], with a product as its gradient: sums in float32 however often an index occurs.
 
     Args:
       size: E.
@@ -147,4 +148,5 @@ class GroupedExperts(NamedTuple):
         # As `layers.swiglu`: silu in float32, rounded once.
         activated = jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype)
         outputs = jnp.einsum("irf,idf->ird", activated * up, down, precision=precision)
-        return combine(gather(outputs.reshape(-1, x.shape[1]), grouping), gates), carry
+        combined = combine(gather(outputs.reshape(-1, x.shape[1]), grouping), gates)
+        return combined.astype(x.dtype), carry

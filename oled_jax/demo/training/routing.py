@@ -20,9 +20,7 @@ class Route(NamedTuple):
     loads: Int[Array, " E"]
 
 
-def route(
-    x: Float[Array, "N D"], weight: Float[Array, "E D"], bias: Float[Array, " E"], config: ModelConfig
-) -> Route:
+def route(x: Float[Array, "N D"], weight: Float[Array, "E D"], bias: Float[Array, " E"], config: ModelConfig) -> Route:
     """Experts and gates of every token (REFERENCE section 4, MoE, steps 1 to 5), ties to the lowest index."""
     logits = jnp.einsum(
         "nd,ed->ne", x.astype(jnp.float32), weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST

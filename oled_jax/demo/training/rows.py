@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import multiprocessing
 import random
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import NamedTuple
 
@@ -119,7 +119,7 @@ def _work(shape: RowShape, seed: int, chunk: int) -> Rows:
 
 def stream_rows(
     tokenizer: Tokenizer, shape: RowShape, *, seed: int, first_chunk: int, workers: int, ahead: int
-) -> Iterator[Rows]:
+) -> Generator[Rows, None, None]:
     """Endless chunks in order, beginning with `first_chunk`.
 
     Args:
