@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from oled_jax.ops.loops import keep_narrow
+
 # Pages moved by one turn of the copy loop: each turn waits for the host once.
 UNROLLED = 4
 
@@ -49,7 +51,8 @@ def fetch(
 
     def move(index: Int[Array, ""], pool: Pool) -> Pool:
         moved = []
-        for source, target in zip(pages, pool, strict=True):
+        sources, pool, index = keep_narrow((pages, pool, index))
+        for source, target in zip(sources, pool, strict=True):
             page = jax.lax.dynamic_index_in_dim(source, experts[index], keepdims=False)
             page = jax.device_put(page, jax.memory.Space.Device)
             moved.append(jax.lax.dynamic_update_index_in_dim(target, page, slots[index], 0))

@@ -12,6 +12,7 @@ from oled_jax.errors import UsageError
 from oled_jax.models.layers import swiglu
 from oled_jax.ops import grouped_ffn_triton
 from oled_jax.ops.grouping import ItemShape
+from oled_jax.ops.loops import keep_narrow
 
 IMPLEMENTATIONS = ("xla", "triton")
 Bounds = tuple[Int[Array, ""], Int[Array, ""]]
@@ -77,8 +78,9 @@ def _xla(
     """A loop over items: reads each active page once and allocates nothing; on a GPU each step is several launches."""
 
     def body(item: Int[Array, ""], out: Float[Array, "I R D"]) -> Float[Array, "I R D"]:
-        page_up = jax.lax.dynamic_index_in_dim(gate_up, slots[item], keepdims=False)
-        page_down = jax.lax.dynamic_index_in_dim(down, slots[item], keepdims=False)
+        pool_up, pool_down, item = keep_narrow((gate_up, down, item))
+        page_up = jax.lax.dynamic_index_in_dim(pool_up, slots[item], keepdims=False)
+        page_down = jax.lax.dynamic_index_in_dim(pool_down, slots[item], keepdims=False)
         x = rows[0] if rows.shape[0] == 1 else jax.lax.dynamic_index_in_dim(rows, item, keepdims=False)
         gate, up = jnp.split(page_up, 2)
         return jax.lax.dynamic_update_index_in_dim(out, swiglu(x, gate, up, page_down), item, 0)
