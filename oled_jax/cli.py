@@ -144,7 +144,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         metavar="DIR_OR_HUB_ID",
-        help="directory or hub id (org/name) of a Hugging Face checkpoint; without it, a tiny random model",
+        help="directory (Hugging Face or converted) or hub id (org/name); without it, the small model in the package",
     )
     group.add_argument("--dtype", choices=DTYPES, help="dtype of all weights (default: the checkpoint's)")
 

@@ -11,7 +11,6 @@ import jax
 from tqdm import tqdm
 
 import oled_jax
-from oled_jax import embedded
 from oled_jax.cli import (
     CommandParser,
     add_cache_flags,
@@ -24,6 +23,7 @@ from oled_jax.cli import (
 from oled_jax.config import DecodingConfig
 from oled_jax.decode.events import Result
 from oled_jax.decoding_options import effective_settings, resolve_decoding
+from oled_jax.demo import shipped
 from oled_jax.engine import Engine
 from oled_jax.load import CacheOptions, OpenedModel, RunShape, load_engine, open_model, plan_run
 from oled_jax.machine import use_compilation_cache
@@ -77,8 +77,8 @@ def _generate(argv: Sequence[str] | None) -> None:
     check_prompt_flags(options)
     check_json_target(options.stats_json)
     model = open_model(options.model, options.dtype)
-    if model.embedded:
-        note(embedded.NOTICE)
+    if model.shipped:
+        note(shipped.NOTICE)
     prompt = _prompt(options, model)
     decoding = _decoding(options, model)
     _note_length(model, len(prompt) + decoding.gen_length)
@@ -103,7 +103,7 @@ def _generate(argv: Sequence[str] | None) -> None:
 
 
 def _prompt(options: argparse.Namespace, model: OpenedModel) -> list[int]:
-    default = embedded.PROMPT if model.embedded else None
+    default = shipped.PROMPT if model.shipped else None
     return read_prompt(options, model.codec, model.config.vocab_size, default)
 
 

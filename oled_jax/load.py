@@ -5,18 +5,19 @@ Opening reads headers only and starts no backend; planning refuses what cannot f
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from oled_jax import embedded
 from oled_jax.config import DecodingConfig, ModelConfig
 from oled_jax.convert.checkpoint import open_checkpoint
 from oled_jax.convert.hub import resolve_model
 from oled_jax.cost.lookup import profile_for
 from oled_jax.cost.measure import profile_key
 from oled_jax.cost.profile import UNMEASURED
+from oled_jax.demo.shipped import LABEL, demo_model_dir
 from oled_jax.engine import DEFAULT_SPARE, Engine, WeightSource, load_offloaded, load_resident
 from oled_jax.errors import UsageError
 from oled_jax.machine import device_free_bytes, host_free_bytes, is_unified, prepare_runtime
@@ -25,11 +26,9 @@ from oled_jax.models.registry import Family, family_named
 from oled_jax.offload.cpu_experts.registry import AUTO
 from oled_jax.policies.base import Policy, PolicyContext
 from oled_jax.policies.registry import POLICIES, make_policy, parse_policy
-from oled_jax.random_weights import RandomWeights
 from oled_jax.session import kv_capacity, prefill_chunk
 from oled_jax.text import TextCodec
 
-EMBEDDED_LABEL = "embedded"
 CPU_OFF = "off"
 
 
@@ -37,8 +36,8 @@ CPU_OFF = "off"
 class OpenedModel:
     """A model whose description was read and whose weights were not.
 
-    `label` is what the user called it. `config` has the dtype that the weights will have. `embedded`: it is
-    the small random model that is built in code.
+    `label` is what the user called it. `config` has the dtype that the weights will have. `shipped`: it is
+    the small trained model inside the package.
     """
 
     label: str
@@ -47,7 +46,7 @@ class OpenedModel:
     generation_config: Mapping[str, Any]
     codec: TextCodec
     weights: WeightSource
-    embedded: bool = False
+    shipped: bool = False
 
     @property
     def family(self) -> Family:
@@ -58,41 +57,32 @@ def open_model(model: str | None, dtype: str | None = None) -> OpenedModel:
     """Finds and checks a model, and prepares JAX for its size. Must come before JAX starts its backend.
 
     Args:
-      model: a directory or hub id; None: the embedded random model.
+      model: a directory or hub id; None: the trained model inside the package.
       dtype: of the weights; None: the checkpoint's.
 
     Raises:
       UsageError: there is no such model, or everything that is wrong with it.
     """
-    opened = _open_embedded(dtype) if model is None else _open_checkpoint(model, dtype)
+    opened = _open_shipped(dtype) if model is None else _open_checkpoint(resolve_model(model), model, dtype)
     config = opened.config
     prepare_runtime(config.num_moe_layers * config.num_experts * page_bytes(config))
     return opened
 
 
-def _open_checkpoint(model: str, dtype: str | None) -> OpenedModel:
-    directory = resolve_model(model)
+def _open_shipped(dtype: str | None) -> OpenedModel:
+    opened = _open_checkpoint(demo_model_dir(), LABEL, dtype)
+    return dataclasses.replace(opened, shipped=True)
+
+
+def _open_checkpoint(directory: Path, label: str, dtype: str | None) -> OpenedModel:
     checkpoint = open_checkpoint(directory)
     return OpenedModel(
-        label=model,
+        label=label,
         config=dataclasses.replace(checkpoint.config, dtype=dtype or checkpoint.config.dtype),
         raw_config=checkpoint.raw_config,
         generation_config=checkpoint.generation_config,
         codec=TextCodec.open(directory),
         weights=checkpoint,
-    )
-
-
-def _open_embedded(dtype: str | None) -> OpenedModel:
-    config = embedded.model_config(dtype or "float32")
-    return OpenedModel(
-        label=EMBEDDED_LABEL,
-        config=config,
-        raw_config=embedded.RAW_CONFIG,
-        generation_config=embedded.GENERATION_CONFIG,
-        codec=embedded.byte_codec(),
-        weights=RandomWeights(config, embedded.SEED),
-        embedded=True,
     )
 
 

@@ -21,7 +21,7 @@ from oled_jax.models.llada2 import block_mask
 from oled_jax.models.moe import Experts
 from oled_jax.models.registry import family_named
 from oled_jax.offload.carriers.portable import PortableCarrier
-from oled_jax.offload.layer import OffloadedExperts, ResidentCarry, ResidentExperts
+from oled_jax.offload.layer import ExpertCarry, OffloadedExperts, ResidentExperts
 from oled_jax.offload.plan import PlanLayout
 from oled_jax.offload.pool import Pool, fetch
 from oled_jax.ops.grouping import ItemShape
@@ -93,20 +93,17 @@ def forward_pass(
     mask = block_mask(positions, cache.capacity, spec.block_length)
     items = ItemShape(num_tokens=B * T, top_k=config.num_experts_per_tok, num_experts=config.num_experts)
     experts: Experts
-    carry: Pool | ResidentCarry
     if spec.spare is None:
         experts = ResidentExperts(items, inputs.token_mask.ravel())
-        carry = ResidentCarry(pool, ())
     else:
         carrier = PortableCarrier(inputs.manager, store, uses_cpu=spec.uses_cpu)
         layout = PlanLayout(items=items, spare=spec.spare)
         experts = OffloadedExperts(carrier, layout, num_layers=config.num_moe_layers)
-        carry = pool
+    carry = ExpertCarry.start(pool, items)
     hidden, cache, carry = model(
         inputs.tokens, positions, mask, cache, inputs.starts, experts, carry, inputs.sequence_length
     )
-    pool, routes = carry if isinstance(carry, ResidentCarry) else (carry, ())
-    return pool, cache, PassOutputs(hidden=hidden, routes=routes)
+    return carry.pool, cache, PassOutputs(hidden=hidden, routes=carry.routes)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling"))

@@ -1,4 +1,4 @@
-"""Random weights as a weight source: the embedded model, and models of any real shape for benchmarks."""
+"""Random weights as a weight source, for benchmarks and tests at any real shape."""
 
 import numpy as np
 
@@ -23,9 +23,7 @@ class RandomWeights:
     def read_trunk(self, dtype: np.dtype) -> dict[tuple[str | int, ...], np.ndarray]:
         """The trunk. Raises ValueError for a dtype other than the configuration's."""
         if np.dtype(dtype).name != self.config.dtype:
-            raise ValueError(
-                f"the trunk is drawn in {self.config.dtype}, {np.dtype(dtype).name} was asked for"
-            )
+            raise ValueError(f"the trunk is drawn in {self.config.dtype}, {np.dtype(dtype).name} was asked for")
         return random_trunk(self.config, self.seed)
 
     def read_pages(self, moe_layer: int, gate_up: np.ndarray, down: np.ndarray) -> None:

@@ -49,9 +49,11 @@ def main() -> None:
     columns = [key for key in rows[0] if not isinstance(rows[0][key], dict)]
     print(" | ".join(columns))
     for row in rows:
-        print(
-            " | ".join(f"{row[key]:.3f}" if isinstance(row[key], float) else str(row[key]) for key in columns)
-        )
+        print(" | ".join(f"{row[key]:.3f}" if isinstance(row[key], float) else str(row[key]) for key in columns))
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def measure(args: argparse.Namespace, config) -> list[dict]:
@@ -59,6 +61,8 @@ def measure(args: argparse.Namespace, config) -> list[dict]:
     import numpy as np
 
     from oled_jax.config import DecodingConfig
+    from oled_jax.cost.lookup import profile_for
+    from oled_jax.cost.measure import profile_key
     from oled_jax.cost.profile import UNMEASURED
     from oled_jax.engine import Engine, load_offloaded
     from oled_jax.models.kv_cache import kv_bytes
@@ -83,9 +87,10 @@ def measure(args: argparse.Namespace, config) -> list[dict]:
     for capacity in map(int, args.expert_cache.split(",")):
         for choice in args.policies.split(","):
             spec, _, backend = choice.partition("@")
+            costs = profile_for(profile_key(config, backend, args.cpu_threads), note).costs if backend else UNMEASURED
             shape = PolicyContext(
                 num_layers=config.num_moe_layers, num_experts=config.num_experts, top_k=config.num_experts_per_tok,
-                total_slots=capacity * config.num_moe_layers, costs=UNMEASURED,
+                total_slots=capacity * config.num_moe_layers, costs=costs,
                 cpu_available=bool(backend),
             )  # fmt: skip
             policy = make_policy(spec, shape)
@@ -102,9 +107,7 @@ def measure(args: argparse.Namespace, config) -> list[dict]:
             store, trunk = engine.store, engine.trunk
             for array in engine.pool:
                 array.delete()
-            pool = empty_pool(
-                manager.residency.num_slots, config.hidden_size, config.moe_intermediate_size, "bfloat16"
-            )
+            pool = empty_pool(manager.residency.num_slots, config.hidden_size, config.moe_intermediate_size, "bfloat16")
             engine = Engine(config, trunk, pool=pool, store=store, manager=manager)
             compile_started = time.perf_counter()
             engine.generate([prompt], decoding)

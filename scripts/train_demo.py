@@ -16,6 +16,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--moments", action="store_true", help="keep the optimiser's moments in --state (three times the size)")
     add("--full-state", type=Path, help="a second state directory, always with moments")
     add("--export-only", action="store_true", help="no training: write the checkpoint of --state")
-    add("--scores", type=Path, help="with --export-only: JSON of `bench accuracy` for the card")
+    add("--scores", type=Path, nargs="+", default=[], metavar="FILE",
+        help="with --export-only: JSON of `bench accuracy` for the card, one file for each cache")  # fmt: skip
     add("--locality", type=int, metavar="N", help="with --export-only: measure it over N questions of each family")
     add("--smoke", action="store_true", help="toy size, a few steps, on any machine")
     add("--minutes", type=float, default=9.0, help="wall time of the whole process, evaluation included")
@@ -177,31 +179,20 @@ def _export_only(options: argparse.Namespace) -> None:
     if options.out is None:
         raise UsageError("--export-only needs --out, the directory to write")
     _export(options.out, saved)
-    if options.scores:
-        scores = json.loads(options.scores.read_text(encoding="utf-8"))["scores"]
-        saved = dataclasses.replace(saved, record={**saved.record, "scores": scores})
     if options.locality:
         measured = locality(options.out, sizes.GENERATION, prompts_each=options.locality)
         print(f"locality: {measured}", flush=True)
         saved = dataclasses.replace(saved, record={**saved.record, "locality": measured})
-    _write_card(options.out, saved)
+    _write_card(options.out, saved, [json.loads(file.read_text(encoding="utf-8")) for file in options.scores])
 
 
 def _export(out: Path, saved: SavedState) -> None:
     export_checkpoint(out, saved.state, saved.tokenizer, saved.raw_config, sizes.GENERATION)
 
 
-def _write_card(out: Path, saved: SavedState) -> None:
-    record = saved.record
-    card = model_card(
-        saved.raw_config,
-        sum(array.size for array in saved.state.params.values()) + saved.state.bias.size,
-        date=record["date"],
-        command="\n    ".join(record["command"]),
-        record=record,
-        scores=record.get("scores"),
-        locality=record.get("locality"),
-    )
+def _write_card(out: Path, saved: SavedState, benches: Sequence[dict[str, Any]] = ()) -> None:
+    parameters = sum(array.size for array in saved.state.params.values()) + saved.state.bias.size
+    card = model_card(saved.raw_config, parameters, record=saved.record, benches=benches)
     (out / "README.md").write_text(card, encoding="utf-8")
     print(f"checkpoint in {out}: {sum(f.stat().st_size for f in out.iterdir()) / 1e6:.1f} MB", flush=True)
 

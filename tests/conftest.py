@@ -1,4 +1,4 @@
-"""Fixtures that every test folder uses: the golden reference data, unpacked once a session; a cache directory."""
+"""Fixtures that every test folder uses: the golden reference data, a tiny model, a cache directory; once a session."""
 
 import tarfile
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from tiny_model import write_tiny_model
 
 ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
 
@@ -17,6 +18,12 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(folder, filter="data")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a tiny random checkpoint with a byte tokenizer (`tiny_model.RAW_CONFIG`)."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="session", autouse=True)

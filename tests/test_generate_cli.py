@@ -11,14 +11,13 @@ import jsonschema
 import pytest
 from statistics_schema import SCHEMA
 
-from oled_jax import generate
+from oled_jax import generate, load
+from oled_jax.demo import shipped
 from oled_jax.machine import CACHE_VARIABLE, MEMORY_FRACTION_VARIABLE, prepare_runtime
 from oled_jax.offload.store import PINNED_LIMIT_VARIABLE
 
 SHORT = ["--gen-length", "16", "--block-length", "8", "--threshold", "0.3"]
-GIGABYTES = str(
-    (3 * 7 + 1 + 32.5) * 3 * 32 * 64 * 4 / 1e9
-)  # 22 slots for 3 layers, 32 spare ones, half a page
+GIGABYTES = str((3 * 7 + 1 + 32.5) * 3 * 32 * 64 * 4 / 1e9)  # 22 slots for 3 layers, 32 spare ones, half a page
 
 
 @pytest.fixture(autouse=True)
@@ -77,26 +76,30 @@ def test_paged_and_resident_print_the_same_ids(run, acceptance, tmp_path):
     jsonschema.validate(json.loads((tmp_path / "all.json").read_text()), SCHEMA)
 
 
-def test_without_a_model_text_comes_out_of_the_embedded_one(run, monkeypatch, tmp_path):
+def test_without_a_model_text_comes_out_of_the_shipped_one(run, tiny_model, monkeypatch, tmp_path):
+    monkeypatch.setattr(load, "demo_model_dir", lambda: tiny_model)
     code, out, err = run("--prompt", "Hé", *SHORT, "--stats_json", tmp_path / "a.json")
     assert code == 0
-    assert "random weights" in err
+    assert shipped.NOTICE in err
     assert "chosen: the largest that fits" in err
     statistics = json.loads((tmp_path / "a.json").read_text())
     assert out == statistics["requests"][0]["text"] + "\n" != "\n"
     assert statistics["requests"][0]["prompt_tokens"] == len("Hé".encode())
-    assert statistics["model"] == "embedded"
+    assert statistics["model"] == shipped.LABEL == "demo"
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hé\n"))
     code, again, _ = run("--max_new_tokens", "16", *SHORT[2:], "--expert-cache", "all")
     assert (code, again) == (0, out)
 
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    assert run(*SHORT)[0] == 0
+    code, _, _ = run(*SHORT, "--expert-cache", "all", "--stats-json", tmp_path / "b.json")
+    assert code == 0
+    (request,) = json.loads((tmp_path / "b.json").read_text())["requests"]
+    assert request["prompt_tokens"] == len(shipped.PROMPT)
 
 
-def test_gigabytes_may_give_layers_different_capacities(run, tmp_path):
-    flags = ["--expert-cache-gb", GIGABYTES, "--stats-json", tmp_path / "a.json"]
+def test_gigabytes_may_give_layers_different_capacities(run, tiny_model, tmp_path):
+    flags = ["--model", tiny_model, "--expert-cache-gb", GIGABYTES, "--stats-json", tmp_path / "a.json"]
     code, _, _ = run("--prompt", "x", *SHORT, *flags)
     assert code == 0
     statistics = json.loads((tmp_path / "a.json").read_text())
@@ -104,8 +107,8 @@ def test_gigabytes_may_give_layers_different_capacities(run, tmp_path):
     assert sum(statistics["cache"]["capacities"]) == 22
 
 
-def test_sampling_depends_on_the_seed_only(run):
-    sampled = ["--prompt", "x", *SHORT, "--temperature", "1", "--top-k", "50"]
+def test_sampling_depends_on_the_seed_only(run, tiny_model):
+    sampled = ["--model", tiny_model, "--prompt", "x", *SHORT, "--temperature", "1", "--top-k", "50"]
     first = run(*sampled, "--seed", "1")[1]
     assert run(*sampled, "--seed", "1", "--expert-cache-gb", GIGABYTES)[1] == first
     assert run(*sampled, "--seed", "2")[1] != first
@@ -115,9 +118,7 @@ def test_the_21_family_edits(run, editing_model, tmp_path):
     argv = ["--model", editing_model, "--prompt-ids", "5,6", "--mask-id", "511", "--dtype", "float32", *SHORT]
     assert "no schedule" in run(*argv, "--steps", "4")[2]
     assert "nothing is edited" in run(*argv, "--editing-threshold", "none", "--max-post-steps", "2")[2]
-    code, _, _ = run(
-        *argv, "--editing-threshold", "0.2", "--max-post-steps", "3", "--stats-json", tmp_path / "a"
-    )
+    code, _, _ = run(*argv, "--editing-threshold", "0.2", "--max-post-steps", "3", "--stats-json", tmp_path / "a")
     settings = json.loads((tmp_path / "a").read_text())["settings"]
     assert code == 0
     assert (settings["editing_threshold"], settings["max_post_steps"], settings["steps"]) == (0.2, 3, None)
@@ -180,7 +181,7 @@ def test_a_users_mistake_is_one_line_and_exit_2(run, acceptance, monkeypatch, fl
     assert words in complaint
 
 
-def test_prompts_that_need_a_tokenizer_or_a_template(run, acceptance, monkeypatch, tmp_path):
+def test_prompts_that_need_a_tokenizer_or_a_template(run, acceptance, tiny_model, monkeypatch, tmp_path):
     model = [word for word in acceptance if word not in ("--prompt-ids", "5,6,7,8,9")]
     code, _, err = run(*model, "--prompt", "x")
     assert (code, "--prompt-ids" in err) == (2, True)
@@ -188,9 +189,10 @@ def test_prompts_that_need_a_tokenizer_or_a_template(run, acceptance, monkeypatc
     code, _, err = run(*model)
     assert (code, "there is no prompt" in err) == (2, True)
     (tmp_path / "m.json").write_text('[{"role": "user", "content": "x"}]')
-    assert "needs a chat template" in run("--messages", tmp_path / "m.json")[2]
+    plain = ["--model", tiny_model]  # has a tokenizer, but no template
+    assert "needs a chat template" in run(*plain, "--messages", tmp_path / "m.json")[2]
     assert "put a system message into the file" in run("--messages", tmp_path / "m.json", "--system", "x")[2]
-    assert "no chat template" in run("--prompt", "x", "--no-chat-template")[2]
+    assert "no chat template" in run(*plain, "--prompt", "x", "--no-chat-template")[2]
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tiny_model import model_config
 
-from oled_jax import embedded
 from oled_jax.errors import UsageError
 from oled_jax.memory import MARGIN, format_bytes, page_bytes, plan_memory, trunk_bytes
 from oled_jax.models.registry import random_trunk
 
-CONFIG = embedded.model_config("float32")
+CONFIG = model_config("float32")
 L, E = CONFIG.num_moe_layers, CONFIG.num_experts
 PAGE = 3 * 32 * 64 * 4
 PLENTY = 10**12

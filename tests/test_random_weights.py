@@ -5,12 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_model import model_config
 
-from oled_jax import embedded
 from oled_jax.models.random_init import DRAWN, draw_normal, tile_normal
 from oled_jax.random_weights import RandomWeights
 
-CONFIG = embedded.model_config("bfloat16")
+CONFIG = model_config("bfloat16")
 
 
 def pages(seed, layer, dtype="bfloat16"):

@@ -28,9 +28,9 @@ PROMPT = list(range(20))
 DOCUMENT = Path(__file__).parent.parent / "docs" / "statistics.md"
 
 
-def run(policy, expert_cache):
-    """The statistics object of one small run on the embedded model, and its request."""
-    model = open_model(None)
+def run(directory, policy, expert_cache):
+    """The statistics object of one small run on the tiny model, and its request."""
+    model = open_model(str(directory))
     cache = CacheOptions.parse(policy, expert_cache, None)
     plan = plan_run(model, cache, RunShape.of([len(PROMPT)], DECODING), jax.local_devices()[0])
     engine, _ = load_engine(model, cache, plan)
@@ -43,13 +43,13 @@ def run(policy, expert_cache):
 
 
 @pytest.fixture(scope="module")
-def paged():
-    return run("oled", "6")
+def paged(tiny_model):
+    return run(tiny_model, "oled", "6")
 
 
 @pytest.fixture(scope="module")
-def resident():
-    return run("all", None)
+def resident(tiny_model):
+    return run(tiny_model, "all", None)
 
 
 def test_matches_the_schema(paged, resident):

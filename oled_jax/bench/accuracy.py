@@ -6,6 +6,7 @@ shape, and the items are fixed by a seed, so results repeat.
 
 import argparse
 import dataclasses
+import datetime
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from oled_jax.demo.questions import is_multiple_choice
 from oled_jax.engine import Engine
 from oled_jax.errors import UsageError
 from oled_jax.load import OpenedModel, RunShape, load_engine, open_model, plan_run
-from oled_jax.machine import use_compilation_cache
+from oled_jax.machine import describe_machine, use_compilation_cache
 from oled_jax.passes import PassKind
 from oled_jax.report import GROUPS, STDOUT, cache_line, cache_object, check_json_target, write_json
 from oled_jax.text import TextCodec, resolve_token_ids
@@ -160,6 +161,8 @@ def command(argv: Sequence[str]) -> None:
     if options.json is not None:
         described = {
             "model": model.label,
+            "machine": describe_machine(jax.local_devices()[0]),
+            "date": datetime.date.today().isoformat(),
             "settings": {**effective_settings(decoding), "dtype": model.config.dtype, "batch": options.batch},
             "seconds": time.monotonic() - started,
             "scores": summary,

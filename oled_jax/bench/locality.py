@@ -11,12 +11,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from oled_jax.config import DecodingConfig
 from oled_jax.engine import Engine
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, PassInfo
+
+CONFIDENCE_EDGES = (0.3, 0.6, 0.9)
+STATES = ("decoded", "masked", "just_written")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,13 +27,15 @@ class Iteration:
     """One denoise or edit pass over one block.
 
     starts_block: it is the block's first. routes: experts of every token, by MoE layer. masked: the token was a
-    mask when the pass began. written: it got its token in this pass.
+    mask when the pass began. written: it got its token in this pass. confidence: of the pass itself (1.0 for prompt
+    tokens).
     """
 
     starts_block: bool
     routes: Int[np.ndarray, "L N K"]
     masked: Bool[np.ndarray, " N"]
     written: Bool[np.ndarray, " N"]
+    confidence: Float[np.ndarray, " N"]
 
 
 class RecordingEngine(Engine):
@@ -54,9 +59,14 @@ class RecordingEngine(Engine):
 
     def end_iteration(self, outcome: IterationOutcome) -> None:
         if outcome.kind in (PassKind.DENOISE, PassKind.EDIT) and self._routes is not None:
-            masked, written = outcome.masked.copy(), outcome.written.copy()
             self.iterations.append(
-                Iteration(starts_block=self._new_block, routes=self._routes, masked=masked, written=written)
+                Iteration(
+                    starts_block=self._new_block,
+                    routes=self._routes,
+                    masked=outcome.masked.copy(),
+                    written=outcome.written.copy(),
+                    confidence=outcome.confidence.copy(),
+                )
             )
             self._new_block = False
         super().end_iteration(outcome)
@@ -84,12 +94,14 @@ def summarise_locality(requests: Sequence[Sequence[Iteration]]) -> dict[str, Any
     distinct_experts: activated by a pass, per layer. adjacent_overlap: share of the activated experts that the
     pass before, over the same block, activated too; boundary_overlap: the same from a block's last pass to the next
     block's first. kept_routes: share of a token's K experts that it had in the pass before, by its state in that
-    pass: decoded before it (or a prompt token), written in it, still masked after it.
+    pass: decoded before it (or a prompt token), written in it, still masked after it. kept_by_confidence: the same
+    share by the token's confidence in the pass before, for each state and group `confidence_groups()`, with the
+    number of tokens.
     """
     distinct: list[float] = []
     adjacent: list[float] = []
     boundary: list[float] = []
-    kept: dict[str, list[float]] = {"decoded": [], "masked": [], "just_written": []}
+    kept: dict[str, list[_Kept]] = {state: [] for state in STATES}
     for iterations in requests:
         distinct += [float(np.unique(layer).size) for iteration in iterations for layer in iteration.routes]
         for previous, current in itertools.pairwise(iterations):
@@ -102,8 +114,19 @@ def summarise_locality(requests: Sequence[Sequence[Iteration]]) -> dict[str, Any
         "distinct_experts": _mean(distinct),
         "adjacent_overlap": _mean(adjacent),
         "boundary_overlap": _mean(boundary),
-        "kept_routes": {name: _mean(values) for name, values in kept.items()},
+        "kept_routes": {state: _mean([share for share, _ in found]) for state, found in kept.items()},
+        "kept_by_confidence": {state: _by_confidence(found) for state, found in kept.items()},
     }
+
+
+def confidence_groups() -> list[str]:
+    """Names of the groups of confidence, from low to high. A group holds its lower bound."""
+    low, *middle = CONFIDENCE_EDGES
+    between = [f"{a} to {b}" for a, b in itertools.pairwise(CONFIDENCE_EDGES)]
+    return [f"below {low}", *between, f"from {middle[-1]}"]
+
+
+_Kept = tuple[float, float]  # share of a token's routes that it kept, mean over layers; its confidence
 
 
 def _overlap(now: Int[np.ndarray, "N K"], before: Int[np.ndarray, "N K"]) -> float:
@@ -111,15 +134,26 @@ def _overlap(now: Int[np.ndarray, "N K"], before: Int[np.ndarray, "N K"]) -> flo
     return float(np.isin(activated, before).mean())
 
 
-def _collect_kept(kept: dict[str, list[float]], previous: Iteration, current: Iteration) -> None:
-    same = (current.routes[..., :, None] == previous.routes[..., None, :]).any(-1).mean(-1)
+def _collect_kept(kept: dict[str, list[_Kept]], previous: Iteration, current: Iteration) -> None:
+    same = (current.routes[..., :, None] == previous.routes[..., None, :]).any(-1).mean((0, -1))
     states = {
         "decoded": ~previous.masked,
         "masked": previous.masked & ~previous.written,
         "just_written": previous.written & previous.masked,
     }
-    for name, tokens in states.items():
-        kept[name] += same[:, tokens].ravel().tolist()
+    for state, tokens in states.items():
+        kept[state] += zip(same[tokens].tolist(), previous.confidence[tokens].tolist(), strict=True)
+
+
+def _by_confidence(found: Sequence[_Kept]) -> dict[str, dict[str, Any]]:
+    groups = np.digitize([confidence for _, confidence in found], CONFIDENCE_EDGES)
+    return {
+        name: {
+            "tokens": int((groups == number).sum()),
+            "kept": _mean([found[i][0] for i in np.flatnonzero(groups == number)]),
+        }
+        for number, name in enumerate(confidence_groups())
+    }
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -8,6 +8,8 @@ from oled_jax.convert.hf import HfCheckpoint
 from oled_jax.errors import CheckpointError, UsageError
 
 LABEL = "demo"
+PROMPT = "Tell me a story about a fox and a kite."
+NOTICE = "no --model was given: this is the small trained model inside the package (stories, sums, functions, facts)"
 NEEDED = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 REINSTALL = "reinstall the package: pip install --force-reinstall --no-deps oled_jax"
 

@@ -1,4 +1,4 @@
-"""Random weights that behave like trained ones where it matters, for the embedded model and benches.
+"""Random weights that behave like trained ones where it matters, for benches and tests.
 
 Fast at full size: normal numbers are drawn once and reused from random offsets. Rows of one matrix still
 differ, because the number of drawn values shares no factor with the length of a row.
@@ -13,9 +13,7 @@ from jaxtyping import Float32
 from oled_jax.models.family import StatePath, TrunkTensor
 
 DRAWN = 4_194_301  # a prime
-HEAD_GAIN = (
-    4.0  # logits of standard deviation 4: top-1 probabilities spread over (0, 1) at small vocabularies
-)
+HEAD_GAIN = 4.0  # logits of standard deviation 4: top-1 probabilities spread over (0, 1) at small vocabularies
 
 
 def draw_normal(rng: np.random.Generator) -> Float32[np.ndarray, " M"]:

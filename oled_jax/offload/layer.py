@@ -17,8 +17,26 @@ from oled_jax.ops.grouped_ffn import grouped_ffn, item_rows, pair_rows
 from oled_jax.ops.grouping import ItemShape, group_pairs
 
 
+class ExpertCarry(NamedTuple):
+    """What goes from one MoE layer to the next.
+
+    out: what work items write their rows into, one buffer for all layers; only rows that were computed are read.
+    routes: expert ids per MoE layer so far, where nothing calls out to the host (else the manager has seen them).
+    """
+
+    pool: Pool
+    out: Float[Array, "I R D"]
+    routes: tuple[Int[Array, "N K"], ...] = ()
+
+    @classmethod
+    def start(cls, pool: Pool, items: ItemShape) -> "ExpertCarry":
+        """The carry before the first layer."""
+        shape = (items.max_items, items.rows, pool.down.shape[1])
+        return cls(pool, jnp.zeros(shape, pool.down.dtype))
+
+
 class OffloadedExperts:
-    """Experts of which only some are resident. The carry is the pool.
+    """Experts of which only some are resident.
 
     Args:
       carrier: asks the manager and moves pages.
@@ -37,9 +55,9 @@ class OffloadedExperts:
         x: Float[Array, "N D"],
         ids: Int[Array, "N K"],
         gates: Float[Array, "N K"],
-        carry: Pool,
-    ) -> tuple[Float[Array, "N D"], Pool]:
-        """The combined rows of the routed experts, and the pool after this layer's transfers."""
+        carry: ExpertCarry,
+    ) -> tuple[Float[Array, "N D"], ExpertCarry]:
+        """The combined rows of the routed experts, and the carry after this layer's transfers."""
         plan = self.carrier.route(layer, x, ids, gates, self.layout)
         items = self.layout.items
         rows = item_rows(x, plan["pair_row"], items)
@@ -59,22 +77,14 @@ class OffloadedExperts:
             bounds = first_item, plan["item_end"][index]
             return pool, grouped_ffn(rows, plan["item_slot"], bounds, *pool, out)
 
-        out = empty_items(x, items)
-        pool, out = jax.lax.fori_loop(0, plan["num_rounds"][0], one_round, (carry, out))
+        pool, out = jax.lax.fori_loop(0, plan["num_rounds"][0], one_round, (carry.pool, carry.out))
         if layer + 1 < self.num_layers:
             count = plan["prefetch_count"][0]
             moves = plan["prefetch_expert"], plan["prefetch_slot"], jnp.zeros_like(count), count
             pool = self.carrier.fetch(layer + 1, pool, *moves)
         total = combine(pair_rows(out, plan["pair_row"], items), gates)
         total = self.carrier.add_cpu_share(layer, plan["cpu_pairs"][0], total)
-        return total.astype(x.dtype), pool
-
-
-class ResidentCarry(NamedTuple):
-    """Routes are outputs of the program, because nothing calls out to the host. routes: ids [N, K] per MoE layer."""
-
-    pool: Pool
-    routes: tuple[Int[Array, "N K"], ...]
+        return total.astype(x.dtype), carry._replace(pool=pool, out=out)
 
 
 class ResidentExperts:
@@ -95,20 +105,15 @@ class ResidentExperts:
         x: Float[Array, "N D"],
         ids: Int[Array, "N K"],
         gates: Float[Array, "N K"],
-        carry: ResidentCarry,
-    ) -> tuple[Float[Array, "N D"], ResidentCarry]:
-        """The combined rows of the routed experts, and the routes so far."""
+        carry: ExpertCarry,
+    ) -> tuple[Float[Array, "N D"], ExpertCarry]:
+        """The combined rows of the routed experts, and the carry with this layer's routes."""
         E = self.items.num_experts
         keys = jnp.where(self.token_mask[:, None], ids, E).ravel()
         pair_row, counts = group_pairs(keys, E, self.items, jnp)
         slots = layer * E + jnp.repeat(jnp.arange(E), counts, total_repeat_length=self.items.max_items)
         bounds = jnp.zeros_like(counts[0]), counts.sum()
         rows = item_rows(x, pair_row, self.items)
-        out = grouped_ffn(rows, slots, bounds, *carry.pool, empty_items(x, self.items))
+        out = grouped_ffn(rows, slots, bounds, *carry.pool, carry.out)
         total = combine(pair_rows(out, pair_row, self.items), gates)
-        return total.astype(x.dtype), ResidentCarry(carry.pool, (*carry.routes, ids))
-
-
-def empty_items(x: Float[Array, "N D"], items: ItemShape) -> Float[Array, "I R D"]:
-    """What items write their rows into. Zeros, not because they are read: `pair_rows` takes computed rows only."""
-    return jnp.zeros((items.max_items, items.rows, x.shape[1]), x.dtype)
+        return total.astype(x.dtype), carry._replace(out=out, routes=(*carry.routes, ids))

@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from tiny_model import model_config
 
 from oled_jax.cost import measure, probes
 from oled_jax.cost.lookup import profile_for
 from oled_jax.cost.measure import measure_full, measure_quick, profile_key, thread_counts
 from oled_jax.cost.probes import CpuProbe, Scratch, TransferLoop
-from oled_jax.embedded import model_config
 from oled_jax.errors import UsageError
 from oled_jax.offload.cpu_experts import make_cpu_experts
 

@@ -151,6 +151,6 @@ def test_the_script_runs_end_to_end_at_toy_size(tmp_path):
     assert record["steps"] == 6
     assert record["scores"]["all"]["items"] == 8
     card = (out / "README.md").read_text()
-    assert "scripts/train_demo.py --smoke" in card
+    assert "scripts/train_demo.py --smoke --state STATE_DIR --out OUT_DIR\n" in card
     assert "| math | 2 |" in card
     HfCheckpoint.open(out)

@@ -121,5 +121,5 @@ def test_two_thousand_iterations_leave_the_memory_flat(model):
     before = passes(400)
     growth = passes(2000) - before
     engine.close()
-    # 2,000 passes x 3 layers: one leaked plan (about 4 KB) each would be 24 MB. The allocator's own drift stays below 8.
+    # 2,000 passes x 3 layers: one leaked plan (about 4 KB) each would be 24 MB. The allocator drifts by less than 8.
     assert growth < 8_000
