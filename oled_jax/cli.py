@@ -15,10 +15,12 @@ from typing import Any, NoReturn
 
 import jax
 
-from oled_jax.config import DTYPES
+from oled_jax.config import DTYPES, DecodingConfig
+from oled_jax.decoding_options import resolve_decoding
 from oled_jax.errors import UsageError
-from oled_jax.load import CPU_OFF, CacheOptions
+from oled_jax.load import CPU_OFF, CacheOptions, OpenedModel
 from oled_jax.offload.cpu_experts.registry import AUTO, BACKENDS
+from oled_jax.text import resolve_token_ids
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA begins the message of a failed allocation
@@ -46,9 +48,7 @@ def _with_hyphens(word: str) -> str:
     return flag.replace("_", "-") + equals + value
 
 
-def run_command(
-    name: str, command: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
-) -> int:
+def run_command(name: str, command: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None) -> int:
     """Runs a command and returns its exit code.
 
     0; 1 if memory ran out; 2 for a user's mistake (one line on standard error); 130 after Ctrl-C; 141 if
@@ -102,9 +102,7 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number, it must be {allowed}"
-            ) from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, it must be {allowed}") from None
         if value < least or (most is not None and value > most):
             raise argparse.ArgumentTypeError(f"{text} is out of range, it must be {allowed}")
         return value
@@ -178,7 +176,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         "--cpu-threads",
         type=whole_number(1),
         metavar="N",
-        help="worker threads of the CPU experts (default: physical cores minus two)",
+        help="worker threads of the CPU experts (default: physical cores minus two, at most half of the CPUs)",
     )
 
 
@@ -225,12 +223,27 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="stop inside a block once eos is final",
     )
-    group.add_argument(
-        "--mask-id", type=whole_number(0), metavar="ID", help="mask token (default: the checkpoint's)"
-    )
+    group.add_argument("--mask-id", type=whole_number(0), metavar="ID", help="mask token (default: the checkpoint's)")
     group.add_argument(
         "--eos-id",
         type=whole_number(-1),
         metavar="ID",
         help="end token, -1: none (default: the checkpoint's)",
     )
+
+
+def decoding_options(options: argparse.Namespace, model: OpenedModel) -> DecodingConfig:
+    """What the flags of `add_decoding_flags` and the checkpoint say together. Raises UsageError for idle flags."""
+    ids = resolve_token_ids(
+        mask_flag=options.mask_id,
+        eos_flag=options.eos_id,
+        config=model.config,
+        generation_config=model.generation_config,
+        codec=model.codec,
+        family=model.family,
+        vocab_size=model.config.vocab_size,
+        raw_config=model.raw_config,
+    )
+    for sentence in ids.notes:
+        note(f"note: {sentence}")
+    return resolve_decoding(vars(options), family=model.family, generation_config=model.generation_config, ids=ids)

@@ -43,9 +43,7 @@ class RopeScaling:
     def problems(self, rotary_dim: int) -> list[str]:
         """Every reason why no rotary table of `rotary_dim` dimensions can be built, one sentence each."""
         if self.rope_type not in ROPE_TYPES:
-            return [
-                f"rope_scaling has the type {self.rope_type!r}, it must be one of {', '.join(ROPE_TYPES)}"
-            ]
+            return [f"rope_scaling has the type {self.rope_type!r}, it must be one of {', '.join(ROPE_TYPES)}"]
         found = []
         needed = {
             "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
@@ -58,9 +56,7 @@ class RopeScaling:
         if self.factor is not None and not 0 < self.factor < math.inf:
             found.append(f"rope_scaling factor is {self.factor}, it must be a positive number")
         if self.rope_type == "llama3" and not missing and self.low_freq_factor == self.high_freq_factor:
-            found.append(
-                "rope_scaling low_freq_factor and high_freq_factor are equal, the blend needs two values"
-            )
+            found.append("rope_scaling low_freq_factor and high_freq_factor are equal, the blend needs two values")
         for name in ("short_factor", "long_factor"):
             values = getattr(self, name)
             if self.rope_type == "longrope" and values is not None and len(values) != rotary_dim // 2:
@@ -153,9 +149,7 @@ class ModelConfig:
     def _expert_problems(self) -> list[str]:
         E, K, G = self.num_experts, self.num_experts_per_tok, self.n_group
         if E < 1 or self.moe_intermediate_size < 1:
-            return [
-                f"num_experts {E} and moe_intermediate_size {self.moe_intermediate_size} must be at least 1"
-            ]
+            return [f"num_experts {E} and moe_intermediate_size {self.moe_intermediate_size} must be at least 1"]
         if G < 1 or E % G:
             return [f"n_group {G} does not divide num_experts {E}"]
         found = []
@@ -168,9 +162,7 @@ class ModelConfig:
         if not 1 <= self.topk_group <= G:
             found.append(f"topk_group {self.topk_group} is not between 1 and n_group {G}")
         elif not 1 <= K <= self.topk_group * (E // G):
-            found.append(
-                f"num_experts_per_tok {K} is not between 1 and the {self.topk_group * (E // G)} that pass"
-            )
+            found.append(f"num_experts_per_tok {K} is not between 1 and the {self.topk_group * (E // G)} that pass")
         return found
 
     @property
@@ -228,9 +220,7 @@ class DecodingConfig:
             self.temperature == 0 or self.temperature >= MIN_TEMPERATURE,
             f"temperature is {self.temperature}, it must be 0 (greedy) or at least {MIN_TEMPERATURE}",
         )
-        _require(
-            self.top_k is None or self.top_k >= 0, f"top_k is {self.top_k}, it must be at least 0 (0: off)"
-        )
+        _require(self.top_k is None or self.top_k >= 0, f"top_k is {self.top_k}, it must be at least 0 (0: off)")
         _require(self.top_p is None or self.top_p > 0, f"top_p is {self.top_p}, it must be above 0 (1: off)")
         _require(self.mask_id != self.eos_id, f"mask_id and eos_id are both {self.mask_id}")
         _require(0 <= self.seed < 2**32, f"seed is {self.seed}, it must be from 0 to 2**32 - 1")

@@ -12,9 +12,7 @@ from oled_jax.errors import UsageError
 from oled_jax.models.registry import Family
 from oled_jax.text import TokenIds
 
-FIELDS = tuple(
-    f.name for f in dataclasses.fields(DecodingConfig) if f.name not in ("mask_id", "eos_id", "editing")
-)
+FIELDS = tuple(f.name for f in dataclasses.fields(DecodingConfig) if f.name not in ("mask_id", "eos_id", "editing"))
 EDITING_ONLY = ("editing_threshold", "max_post_steps", "num_to_transfer")
 SCHEDULE_ONLY = ("steps", "minimal_topk")
 SAMPLING_ONLY = ("top_k", "top_p", "seed")
@@ -91,9 +89,7 @@ def _from_checkpoint(generation_config: Mapping[str, Any]) -> dict[str, Any]:
         if name in generation_config and (name not in sampling or generation_config.get("do_sample")):
             found[name] = _checked(name, generation_config[name])
     if "gen_length" not in found and generation_config.get("max_new_tokens") is not None:
-        found["gen_length"] = _checked(
-            "gen_length", generation_config["max_new_tokens"], key="max_new_tokens"
-        )
+        found["gen_length"] = _checked("gen_length", generation_config["max_new_tokens"], key="max_new_tokens")
     return {name: value for name, value in found.items() if value is not None or name in OPTIONAL}
 
 

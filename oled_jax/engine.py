@@ -196,9 +196,7 @@ class Engine:
             return
         self.manager.forget()
         slots, hidden = self._pool.gate_up.shape[0], self.config.hidden_size
-        self._pool = empty_pool(
-            slots, hidden, self.config.moe_intermediate_size, jnp.dtype(self.config.dtype)
-        )
+        self._pool = empty_pool(slots, hidden, self.config.moe_intermediate_size, jnp.dtype(self.config.dtype))
 
     def _check_ids(self, prompts: Sequence[Sequence[int]], decoding: DecodingConfig) -> None:
         V = self.config.vocab_size
@@ -212,9 +210,7 @@ class Engine:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         if not self._running.acquire(blocking=False):
-            raise RuntimeError(
-                "this engine is already generating: finish or close that run first, or load another"
-            )
+            raise RuntimeError("this engine is already generating: finish or close that run first, or load another")
         try:
             yield
         finally:
@@ -273,9 +269,7 @@ def load_offloaded(
     source.check_finite()
     cpu_experts = None
     if cpu_backend is not None:
-        cpu_experts = make_cpu_experts(
-            cpu_backend, [store.views(layer) for layer in range(L)], threads=cpu_threads
-        )
+        cpu_experts = make_cpu_experts(cpu_backend, [store.views(layer) for layer in range(L)], threads=cpu_threads)
     page_bytes = config.page_parameters * dtype.itemsize
     manager = CacheManager(policy, spare=spare, page_bytes=page_bytes, cpu_experts=cpu_experts)
     pool = empty_pool(manager.residency.num_slots, D, F, dtype)

@@ -17,12 +17,13 @@ from oled_jax.cli import (
     add_decoding_flags,
     add_model_flags,
     cache_options,
+    decoding_options,
     note,
     run_command,
 )
 from oled_jax.config import DecodingConfig
 from oled_jax.decode.events import Result
-from oled_jax.decoding_options import effective_settings, resolve_decoding
+from oled_jax.decoding_options import effective_settings
 from oled_jax.demo import shipped
 from oled_jax.engine import Engine
 from oled_jax.load import CacheOptions, OpenedModel, RunShape, load_engine, open_model, plan_run
@@ -39,7 +40,6 @@ from oled_jax.report import (
     statistics_object,
     write_json,
 )
-from oled_jax.text import resolve_token_ids
 
 NAME = "oled_jax.generate"
 
@@ -80,7 +80,7 @@ def _generate(argv: Sequence[str] | None) -> None:
     if model.shipped:
         note(shipped.NOTICE)
     prompt = _prompt(options, model)
-    decoding = _decoding(options, model)
+    decoding = decoding_options(options, model)
     _note_length(model, len(prompt) + decoding.gen_length)
     use_compilation_cache()
     shape = RunShape.of([len(prompt)], decoding)
@@ -105,22 +105,6 @@ def _generate(argv: Sequence[str] | None) -> None:
 def _prompt(options: argparse.Namespace, model: OpenedModel) -> list[int]:
     default = shipped.PROMPT if model.shipped else None
     return read_prompt(options, model.codec, model.config.vocab_size, default)
-
-
-def _decoding(options: argparse.Namespace, model: OpenedModel) -> DecodingConfig:
-    ids = resolve_token_ids(
-        mask_flag=options.mask_id,
-        eos_flag=options.eos_id,
-        config=model.config,
-        generation_config=model.generation_config,
-        codec=model.codec,
-        family=model.family,
-        vocab_size=model.config.vocab_size,
-        raw_config=model.raw_config,
-    )
-    for sentence in ids.notes:
-        note(f"note: {sentence}")
-    return resolve_decoding(vars(options), family=model.family, generation_config=model.generation_config, ids=ids)
 
 
 def _note_length(model: OpenedModel, length: int) -> None:

@@ -59,9 +59,7 @@ def device_free_bytes(device: jax.Device) -> int | None:
     """Device memory that this process can still allocate; None if the device does not say."""
     if is_unified(device):
         return None
-    jax.block_until_ready(
-        jax.device_put(np.zeros(1, np.float32), device)
-    )  # the first allocation makes the reservation
+    jax.block_until_ready(jax.device_put(np.zeros(1, np.float32), device))  # the first allocation makes the reservation
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None

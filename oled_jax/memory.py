@@ -77,9 +77,7 @@ class MemoryPlan:
         free = self.host_free if self.unified else self.device_free
         if free is None:
             return self.num_experts
-        occupied = (
-            self.host_bytes if self.unified else self.device_bytes
-        ) - self.total_slots * self.page_bytes
+        occupied = (self.host_bytes if self.unified else self.device_bytes) - self.total_slots * self.page_bytes
         slots = int(free * (1 - MARGIN) - occupied) // self.page_bytes
         return max(0, min(self.num_experts, slots // self.num_layers))
 
@@ -165,9 +163,7 @@ def plan_memory(
         page_bytes=page_bytes(config),
         trunk_bytes=trunk_bytes(config),
         kv_bytes=kv_bytes(config, batch, kv_positions),
-        activation_bytes=activation_bytes(
-            config, batch, max(chunk, block_length), block_length, kv_positions
-        ),
+        activation_bytes=activation_bytes(config, batch, max(chunk, block_length), block_length, kv_positions),
         resident=resident,
         unified=unified,
         device_free=device_free,
@@ -192,9 +188,7 @@ def trunk_bytes(config: ModelConfig) -> int:
     return total
 
 
-def activation_bytes(
-    config: ModelConfig, batch: int, chunk: int, block_length: int, kv_positions: int
-) -> int:
+def activation_bytes(config: ModelConfig, batch: int, chunk: int, block_length: int, kv_positions: int) -> int:
     """An estimate of the temporaries of the widest pass, or of the head over a block if that is more.
 
     Attention holds scores and weights in float32, the expert layer one row per (token, k) pair in the model's

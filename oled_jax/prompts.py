@@ -12,13 +12,9 @@ SOURCES = ("prompt", "messages", "prompt_ids")
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "prompt", "One of the first three; without any, text from standard input."
-    )
+    group = parser.add_argument_group("prompt", "One of the first three; without any, text from standard input.")
     group.add_argument("--prompt", metavar="TEXT", help="what the user says")
-    group.add_argument(
-        "--messages", metavar="FILE", help="a conversation: JSON list of objects with role and content"
-    )
+    group.add_argument("--messages", metavar="FILE", help="a conversation: JSON list of objects with role and content")
     group.add_argument("--prompt-ids", metavar="1,2,3", help="token ids; the answer is printed as ids too")
     group.add_argument("--system", metavar="TEXT", help="system prompt, for models with a chat template")
     group.add_argument("--no-chat-template", action="store_true", help="give the text to the model as it is")
@@ -28,9 +24,7 @@ def check_prompt_flags(options: argparse.Namespace) -> None:
     """Raises UsageError for contradictions; needs no model."""
     given = [name for name in SOURCES if getattr(options, name) is not None]
     if len(given) > 1:
-        raise UsageError(
-            f"{' and '.join(_flag(name) for name in given)} are given: there can be one prompt only"
-        )
+        raise UsageError(f"{' and '.join(_flag(name) for name in given)} are given: there can be one prompt only")
     for name in ("system", "no_chat_template"):
         if not getattr(options, name):
             continue
@@ -90,9 +84,7 @@ def describe_prompt(options: argparse.Namespace, codec: TextCodec) -> dict[str, 
 def _standard_input(default: str | None) -> str:
     text = "" if sys.stdin.isatty() else _read_all()
     if not text and default is None:
-        raise UsageError(
-            "there is no prompt: give --prompt, --messages or --prompt-ids, or text on standard input"
-        )
+        raise UsageError("there is no prompt: give --prompt, --messages or --prompt-ids, or text on standard input")
     return text or str(default)
 
 

@@ -70,9 +70,7 @@ class TextCodec:
             return None
         return self._tokenizer.eos_token_id
 
-    def encode_prompt(
-        self, text: str, system: str | None = None, use_chat_template: bool = True
-    ) -> list[int]:
+    def encode_prompt(self, text: str, system: str | None = None, use_chat_template: bool = True) -> list[int]:
         """Ids of one user turn in the chat template, ready for the answer; else of the raw text.
 
         Raises:
@@ -83,9 +81,7 @@ class TextCodec:
             return self.encode_messages([*turns, {"role": "user", "content": text}])
         if system is not None:
             reason = "it is switched off" if self.has_chat_template else f"{self._source} has none"
-            raise UsageError(
-                f"--system needs a chat template, and {reason}: put the instruction into the prompt"
-            )
+            raise UsageError(f"--system needs a chat template, and {reason}: put the instruction into the prompt")
         return [int(token) for token in self._required()(text)["input_ids"]]
 
     def encode_messages(self, messages: Messages) -> list[int]:
@@ -101,13 +97,9 @@ class TextCodec:
 
         turns = [dict(message) for message in messages]
         try:
-            ids = tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
         except TemplateError as error:
-            raise UsageError(
-                f"the chat template of {self._source} refuses these messages: {error}"
-            ) from error
+            raise UsageError(f"the chat template of {self._source} refuses these messages: {error}") from error
         return [int(token) for token in ids]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -118,9 +110,7 @@ class TextCodec:
 
     def _required(self) -> Any:
         if self._tokenizer is None:
-            raise UsageError(
-                f"{self._source} has no tokenizer: give the prompt as token ids with --prompt-ids"
-            )
+            raise UsageError(f"{self._source} has no tokenizer: give the prompt as token ids with --prompt-ids")
         return self._tokenizer
 
 
@@ -155,9 +145,7 @@ def load_messages(path: Path) -> list[dict[str, Any]]:
         where = f"line {error.lineno}, column {error.colno}"
         raise UsageError(f"messages file {path} is not valid JSON ({where}: {error.msg})") from error
     if not isinstance(messages, list) or not messages:
-        raise UsageError(
-            f"messages file {path} must hold a list of messages with role and content, at least one"
-        )
+        raise UsageError(f"messages file {path} must hold a list of messages with role and content, at least one")
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             raise UsageError(f"messages file {path}: message {i} is not an object with role and content")
@@ -228,15 +216,11 @@ def _resolve(
     for source, value in sources:
         if isinstance(value, list) and value:
             if len(value) > 1:
-                notes.append(
-                    f"{source} lists {what} ids {value}: only the first is used (--{what}-id overrides)"
-                )
+                notes.append(f"{source} lists {what} ids {value}: only the first is used (--{what}-id overrides)")
             value = value[0]
         if type(value) is not int:
             continue
         if least <= value < vocab_size:
             return value
-        notes.append(
-            f"{what} id {value} of {source} lies outside the vocabulary of {vocab_size} tokens: not used"
-        )
+        notes.append(f"{what} id {value} of {source} lies outside the vocabulary of {vocab_size} tokens: not used")
     raise UsageError(f"the checkpoint does not say which token id is {what}: give --{what}-id")

@@ -20,22 +20,23 @@ from oled_jax.cli import (
     add_decoding_flags,
     add_model_flags,
     cache_options,
+    decoding_options,
     note,
     whole_number,
 )
 from oled_jax.config import DecodingConfig
 from oled_jax.decode.events import Result
-from oled_jax.decoding_options import effective_settings, resolve_decoding
+from oled_jax.decoding_options import effective_settings
 from oled_jax.demo.families import BY_NAME, DEMO_FAMILIES, check_answer, held_out_items
 from oled_jax.demo.items import Item
 from oled_jax.demo.questions import is_multiple_choice
 from oled_jax.engine import Engine
 from oled_jax.errors import UsageError
-from oled_jax.load import OpenedModel, RunShape, load_engine, open_model, plan_run
+from oled_jax.load import RunShape, load_engine, open_model, plan_run
 from oled_jax.machine import describe_machine, use_compilation_cache
 from oled_jax.passes import PassKind
 from oled_jax.report import GROUPS, STDOUT, cache_line, cache_object, check_json_target, write_json
-from oled_jax.text import TextCodec, resolve_token_ids
+from oled_jax.text import TextCodec
 
 SUMMARY = "held-out questions answered by the model, by family, and tokens per pass"
 DEFAULT_ITEMS, DEFAULT_BATCH = 128, 16
@@ -141,7 +142,7 @@ def command(argv: Sequence[str]) -> None:
     model = open_model(options.model, options.dtype)
     if not model.codec.has_chat_template:
         raise UsageError(f"model {model.label} has no chat template: the questions need one")
-    decoding = _decoding(options, model)
+    decoding = decoding_options(options, model)
     use_compilation_cache()
     lengths = [max(len(model.codec.encode_prompt(item.prompt)) for item in items)] * options.batch
     plan = plan_run(model, cache, RunShape.of(lengths, decoding), jax.local_devices()[0])
@@ -178,22 +179,6 @@ def _items(options: argparse.Namespace) -> list[Item]:
         if name not in BY_NAME:
             raise UsageError(f"--families: there is no family {name!r}, there are {', '.join(BY_NAME)}")
     return [item for name in names for item in held_out_items(BY_NAME[name], options.limit)]
-
-
-def _decoding(options: argparse.Namespace, model: OpenedModel) -> DecodingConfig:
-    ids = resolve_token_ids(
-        mask_flag=options.mask_id,
-        eos_flag=options.eos_id,
-        config=model.config,
-        generation_config=model.generation_config,
-        codec=model.codec,
-        family=model.family,
-        vocab_size=model.config.vocab_size,
-        raw_config=model.raw_config,
-    )
-    for sentence in ids.notes:
-        note(f"note: {sentence}")
-    return resolve_decoding(vars(options), family=model.family, generation_config=model.generation_config, ids=ids)
 
 
 def _answer_json(answer: Answer) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 an iteration is one row's.
 """
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
@@ -146,14 +147,11 @@ def _collect_kept(kept: dict[str, list[_Kept]], previous: Iteration, current: It
 
 
 def _by_confidence(found: Sequence[_Kept]) -> dict[str, dict[str, Any]]:
-    groups = np.digitize([confidence for _, confidence in found], CONFIDENCE_EDGES)
-    return {
-        name: {
-            "tokens": int((groups == number).sum()),
-            "kept": _mean([found[i][0] for i in np.flatnonzero(groups == number)]),
-        }
-        for number, name in enumerate(confidence_groups())
-    }
+    shares: dict[str, list[float]] = {name: [] for name in confidence_groups()}
+    names = list(shares)
+    for share, confidence in found:
+        shares[names[bisect.bisect_right(CONFIDENCE_EDGES, confidence)]].append(share)
+    return {name: {"tokens": len(kept), "kept": _mean(kept)} for name, kept in shares.items()}
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -170,9 +170,7 @@ class BlockDiffusion:
             if (prediction.tokens[row] == self._config.mask_id).any():
                 raise RuntimeError(f"row {row}: the denoiser predicted the mask token {self._config.mask_id}")
             if np.isnan(prediction.confidence[row]).any():
-                raise RuntimeError(
-                    f"row {row}: the model's probabilities are NaN (damaged weights or overflow)"
-                )
+                raise RuntimeError(f"row {row}: the model's probabilities are NaN (damaged weights or overflow)")
 
 
 def _advance(row: Row, prediction: Prediction | None) -> Step:

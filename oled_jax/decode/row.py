@@ -31,9 +31,7 @@ class Step:
 class Row:
     """Decodes one prompt: P tokens, block length L. Blocks before P // L are only prefilled."""
 
-    def __init__(
-        self, index: int, prompt: Int32[np.ndarray, " P"], config: DecodingConfig, rule: AcceptanceRule
-    ):
+    def __init__(self, index: int, prompt: Int32[np.ndarray, " P"], config: DecodingConfig, rule: AcceptanceRule):
         P, L = len(prompt), config.block_length
         self.index = index
         self.prefill_length = P // L * L if config.gen_length > 0 else 0
@@ -136,9 +134,7 @@ class Row:
             mask_transfer=(), edit_transfer=(), num_to_transfer=0,
         )  # fmt: skip
         nothing = np.zeros(len(tokens), bool)
-        step = Step(
-            tokens_after=tokens, written=nothing, edited=nothing, confidence=self._confidence, events=[event]
-        )
+        step = Step(tokens_after=tokens, written=nothing, edited=nothing, confidence=self._confidence, events=[event])
         self._enter(self.block + 1)
         return step
 

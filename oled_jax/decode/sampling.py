@@ -58,9 +58,7 @@ def _greedy(
     return tokens, _probability_of(tokens, probabilities)
 
 
-def _probability_of(
-    tokens: Int32[Array, "B T"], probabilities: Float32[Array, "B T V"]
-) -> Float32[Array, "B T"]:
+def _probability_of(tokens: Int32[Array, "B T"], probabilities: Float32[Array, "B T V"]) -> Float32[Array, "B T"]:
     return jnp.take_along_axis(probabilities, tokens[..., None], axis=-1)[..., 0]
 
 

@@ -34,9 +34,7 @@ def _shape(config: ModelConfig, batch: int, capacity: int) -> tuple[int, int, in
     return batch, config.num_key_value_heads, capacity, config.head_dim
 
 
-def init_kv_cache(
-    config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype | str | None = None
-) -> KVCache:
+def init_kv_cache(config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype | str | None = None) -> KVCache:
     """An empty cache for `capacity` positions of `batch` sequences, in `dtype` (default: the model's)."""
     shape, dtype = _shape(config, batch, capacity), jnp.dtype(dtype or config.dtype)
     layers = range(config.num_hidden_layers)

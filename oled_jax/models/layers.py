@@ -60,9 +60,7 @@ def attend(
     Nk = keys.shape[1]
     precision = matmul_precision(queries.dtype)
     grouped = queries.reshape(B, T, Nk, Nq // Nk, Hd)
-    scores = jnp.einsum(
-        "btngh,bnsh->bngts", grouped, keys, precision=precision, preferred_element_type=jnp.float32
-    )
+    scores = jnp.einsum("btngh,bnsh->bngts", grouped, keys, precision=precision, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None, None], scores * Hd**-0.5, jnp.finfo(jnp.float32).min)
     # Weights are rounded to the values' dtype before they are normalised, as fused attention kernels do.
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))

@@ -43,9 +43,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     return family_of(raw).config_from_hf(raw)
 
 
-def assemble(
-    config: ModelConfig, arrays: Mapping[StatePath, Any]
-) -> tuple[nnx.GraphDef, nnx.State[Any, Any]]:
+def assemble(config: ModelConfig, arrays: Mapping[StatePath, Any]) -> tuple[nnx.GraphDef, nnx.State[Any, Any]]:
     """Definition and filled state of a trunk; the arrays are taken as they are, nothing else is allocated.
 
     Args:

@@ -98,9 +98,7 @@ def _base_powers(theta: float, rotary_dim: int) -> np.ndarray:
     return np.float32(theta) ** exponents
 
 
-def _dynamic(
-    config: ModelConfig, factor: float, sequence_length: int | Int[Array, ""]
-) -> Float[Array, " half"]:
+def _dynamic(config: ModelConfig, factor: float, sequence_length: int | Int[Array, ""]) -> Float[Array, " half"]:
     R, limit = config.rotary_dim, config.max_position_embeddings
     length = jnp.maximum(jnp.asarray(sequence_length, jnp.float32), limit)
     stretch = factor * length / limit - (factor - 1.0)

@@ -42,9 +42,7 @@ class CacheManager:
       cpu_experts: computes the misses that a policy leaves on the CPU; None if it may leave none there.
     """
 
-    def __init__(
-        self, policy: Policy, *, spare: int, page_bytes: int, cpu_experts: CpuExperts | None = None
-    ) -> None:
+    def __init__(self, policy: Policy, *, spare: int, page_bytes: int, cpu_experts: CpuExperts | None = None) -> None:
         context = policy.context
         shape = {"num_layers": context.num_layers, "num_experts": context.num_experts}
         self.policy = policy
@@ -176,9 +174,7 @@ class CacheManager:
             self._add_prefetches(layer, decision, plan)
         return flat
 
-    def _plan_buffer(
-        self, layer: int, layout: PlanLayout
-    ) -> tuple[Int[np.ndarray, " size"], dict[str, np.ndarray]]:
+    def _plan_buffer(self, layer: int, layout: PlanLayout) -> tuple[Int[np.ndarray, " size"], dict[str, np.ndarray]]:
         """A plan to write and its fields. One per layer, since the device may read it until the pass is over."""
         key = (layer, layout.items.num_tokens)
         if key not in self._plans:
@@ -186,9 +182,7 @@ class CacheManager:
             self._plans[key] = flat, layout.fields(flat)
         return self._plans[key]
 
-    def _routing(
-        self, layer: int, packed: Int[np.ndarray, "N K2"]
-    ) -> tuple[LayerRouting, Int[np.ndarray, " P"]]:
+    def _routing(self, layer: int, packed: Int[np.ndarray, "N K2"]) -> tuple[LayerRouting, Int[np.ndarray, " P"]]:
         info = self._info
         if info is None or info.token_mask.shape[0] != packed.shape[0]:
             raise RuntimeError(f"a route of {packed.shape[0]} tokens arrived outside a pass of that size")
@@ -225,9 +219,7 @@ class CacheManager:
         if (decision.keep > present).any():
             self._refuse(routing.layer, "it keeps experts that are neither resident nor transferred")
         if np.count_nonzero(decision.keep) > routing.capacity + len(decision.evict):
-            self._refuse(
-                routing.layer, f"it keeps {decision.keep.sum()} experts, the capacity is {routing.capacity}"
-            )
+            self._refuse(routing.layer, f"it keeps {decision.keep.sum()} experts, the capacity is {routing.capacity}")
 
     def _refuse(self, layer: int | None, why: str) -> None:
         where = "" if layer is None else f", layer {layer}"
@@ -277,9 +269,7 @@ class CacheManager:
         """
         for request in decision.prefetch:
             if not layer < request.layer < self.residency.slot.shape[0]:
-                self._refuse(
-                    layer, f"it prefetches for layer {request.layer}, which does not come later in the pass"
-                )
+                self._refuse(layer, f"it prefetches for layer {request.layer}, which does not come later in the pass")
             self._wanted.setdefault(request.layer, []).append(request)
         moves = self._land_all(self._wanted.pop(layer + 1, ()), limit=MAX_PREFETCHES)
         plan["prefetch_count"][0] = len(moves)

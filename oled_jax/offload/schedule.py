@@ -47,9 +47,7 @@ def schedule(
         plan["item_end"][: len(ends)] = items.cumsum()[np.asarray(ends) + num_hits - 1]
 
 
-def _place(
-    residency: Residency, routing: LayerRouting, decision: Decision, slots: Int[np.ndarray, " G"]
-) -> list[int]:
+def _place(residency: Residency, routing: LayerRouting, decision: Decision, slots: Int[np.ndarray, " G"]) -> list[int]:
     """Gives each transfer its slot. Returns the end of each round among the transfers."""
     layer, moved = routing.layer, decision.to_gpu
     passing = moved[~decision.keep[moved]]  # computed and dropped in the round that brings them

@@ -44,9 +44,7 @@ class CacheStatistics:
     def __init__(self, *, num_layers: int, num_experts: int, page_bytes: int) -> None:
         self.num_experts = num_experts
         self.page_bytes = page_bytes
-        self._counts = {
-            kind: {name: np.zeros(num_layers, np.int64) for name in _COUNTERS} for kind in PassKind
-        }
+        self._counts = {kind: {name: np.zeros(num_layers, np.int64) for name in _COUNTERS} for kind in PassKind}
         self._planning_us = {kind: dict.fromkeys(PLANNING_PARTS, 0.0) for kind in PassKind}
         self._arrived: dict[int, tuple[PassKind, Int[np.ndarray, " M"]]] = {}
 

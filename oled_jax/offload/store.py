@@ -49,10 +49,7 @@ def allocate_store(num_layers: int, num_experts: int, hidden: int, width: int, d
     kinds = ["device"] if device.platform == "cpu" else ["pinned_host", "unpinned_host"]
     for kind in kinds:
         try:
-            layers = [
-                Pool(*(_host_array(shape, dtype, device, kind) for shape in shapes))
-                for _ in range(num_layers)
-            ]
+            layers = [Pool(*(_host_array(shape, dtype, device, kind) for shape in shapes)) for _ in range(num_layers)]
         except jax.errors.JaxRuntimeError as error:
             if kind == kinds[-1]:
                 raise

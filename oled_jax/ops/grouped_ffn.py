@@ -54,9 +54,7 @@ def grouped_ffn(
     """
     name = implementation or _best(gate_up)
     if name not in IMPLEMENTATIONS:
-        raise UsageError(
-            f"unknown implementation {name!r} of grouped_ffn, known: {', '.join(IMPLEMENTATIONS)}"
-        )
+        raise UsageError(f"unknown implementation {name!r} of grouped_ffn, known: {', '.join(IMPLEMENTATIONS)}")
     if name == "triton":
         return grouped_ffn_triton.grouped_ffn(rows, slots, bounds, gate_up, down, out)
     return _xla(rows, slots, bounds, gate_up, down, out)
@@ -88,9 +86,7 @@ def _xla(
     return jax.lax.fori_loop(*bounds, body, out)
 
 
-def pair_rows(
-    out: Float[Array, "I R D"], pair_row: Int[Array, " P"], shape: ItemShape
-) -> Float[Array, "N K D"]:
+def pair_rows(out: Float[Array, "I R D"], pair_row: Int[Array, " P"], shape: ItemShape) -> Float[Array, "N K D"]:
     """The row of each (token, k) pair; zeros for a pair that no item computes (padding, or left to the CPU)."""
     rows = out.reshape(-1, out.shape[-1])[pair_row]
     rows = jnp.where((pair_row >= 0)[:, None], rows, jnp.zeros_like(rows))

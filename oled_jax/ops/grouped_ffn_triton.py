@@ -97,9 +97,7 @@ def _gate_up(
                 return sums[0] + _times_transposed(x, gate_weight), sums[1] + _times_transposed(x, up_weight)
 
             zeros = jnp.zeros((R, TILE_OUT), jnp.float32)
-            gate, up = (
-                s.astype(rows.dtype) for s in jax.lax.fori_loop(0, D // TILE_IN, step, (zeros, zeros))
-            )
+            gate, up = (s.astype(rows.dtype) for s in jax.lax.fori_loop(0, D // TILE_IN, step, (zeros, zeros)))
             wide = gate.astype(jnp.float32)
             activated = (wide * jax.nn.sigmoid(wide)).astype(rows.dtype)
             plt.store(out_ref.at[item, :, gate_rows], activated * up)
@@ -121,9 +119,7 @@ def _down(
     I, R, F = hidden.shape  # noqa: E741 (items)
     D = down.shape[1]
 
-    def kernel(
-        span_ref: Any, slots_ref: Any, hidden_ref: Any, pages_ref: Any, old_ref: Any, out_ref: Any
-    ) -> None:
+    def kernel(span_ref: Any, slots_ref: Any, hidden_ref: Any, pages_ref: Any, old_ref: Any, out_ref: Any) -> None:
         del old_ref  # the same memory as out_ref
         item, tile = pl.program_id(0), pl.program_id(1)
 

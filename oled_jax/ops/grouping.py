@@ -60,9 +60,7 @@ def group_pairs(keys: Any, num_keys: int, shape: ItemShape, xp: types.ModuleType
     """
     P = shape.pairs
     counts = xp.bincount(keys, minlength=num_keys + 1, **({} if xp is np else {"length": num_keys + 1}))
-    items = (
-        (counts[:num_keys] > 0).astype(counts.dtype) if shape.direct else -(-counts[:num_keys] // shape.rows)
-    )
+    items = (counts[:num_keys] > 0).astype(counts.dtype) if shape.direct else -(-counts[:num_keys] // shape.rows)
     first_item = xp.concatenate([xp.cumsum(items) - items, xp.zeros(1, items.dtype)])
     within = xp.arange(P) // shape.top_k if shape.direct else _rank(keys, counts, xp)
     pair_row = xp.where(keys < num_keys, first_item[keys] * shape.rows + within, -1)

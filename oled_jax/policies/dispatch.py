@@ -56,9 +56,7 @@ class CostedDispatch(Dispatch):
         super().__init__(context)
         self.reuse_weight = reuse_weight
 
-    def costs(
-        self, routing: LayerRouting, misses: Int[np.ndarray, " M"], scores: Float[np.ndarray, " E"]
-    ) -> MissCosts:
+    def costs(self, routing: LayerRouting, misses: Int[np.ndarray, " M"], scores: Float[np.ndarray, " E"]) -> MissCosts:
         profile = self.context.costs
         scale = self.reuse_weight * np.count_nonzero(routing.loads) * profile.h2d_us
         return MissCosts(
@@ -161,9 +159,7 @@ def scan_sorted(costs: MissCosts) -> tuple[Bool[np.ndarray, " M"], float, float]
     return chosen, float(values[path][count]), float(np.maximum(bounds[0], bounds[1]).min())
 
 
-def fill_table(
-    costs: MissCosts, profile: CostProfile, tokens: Int[np.ndarray, " M"]
-) -> Bool[np.ndarray, " M"]:
+def fill_table(costs: MissCosts, profile: CostProfile, tokens: Int[np.ndarray, " M"]) -> Bool[np.ndarray, " M"]:
     """The best G of all, by least lost reuse for every (experts, tokens) that the CPU may get."""
     M, S = tokens.size, int(tokens.sum())
     lost = np.full((M + 1, S + 1), np.inf)

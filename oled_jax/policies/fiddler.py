@@ -36,9 +36,7 @@ def build(options: FiddlerOptions, context: PolicyContext) -> StaticPolicy:
 
     Source: Fiddler (Kamahori et al.). Differences: its CPU time is linear in the tokens, here affine.
     """
-    return calibrated_policy(
-        context, name="fiddler", dispatch=SoonerSide(context), calibration=options.calibration
-    )
+    return calibrated_policy(context, name="fiddler", dispatch=SoonerSide(context), calibration=options.calibration)
 
 
 ENTRIES = (

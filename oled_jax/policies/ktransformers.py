@@ -33,9 +33,7 @@ def build_uniform(options: NoOptions, context: PolicyContext) -> StaticPolicy:
 
     Source: KTransformers, uniform placement. Differences: as there; expert numbers are at even distances.
     """
-    return StaticPolicy(
-        context, name="kt-uniform", dispatch=ComputeAll(context), placed=evenly_spread(context)
-    )
+    return StaticPolicy(context, name="kt-uniform", dispatch=ComputeAll(context), placed=evenly_spread(context))
 
 
 def build_dynamic(options: NoOptions, context: PolicyContext) -> StaticPolicy:

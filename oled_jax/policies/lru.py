@@ -56,9 +56,7 @@ class GlobalLruPolicy(Policy):
     def capacities(self) -> Int[np.ndarray, " L"]:
         capacities = self._counts.copy()
         free = self.context.total_slots - int(capacities.sum())
-        capacities[self._next_layer] += min(
-            free, self.context.num_experts - int(capacities[self._next_layer])
-        )
+        capacities[self._next_layer] += min(free, self.context.num_experts - int(capacities[self._next_layer]))
         return capacities
 
     def scores(self, layer: int) -> Float[np.ndarray, " E"]:

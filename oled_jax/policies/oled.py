@@ -77,9 +77,7 @@ def _allocation(options: OledOptions, context: PolicyContext) -> Allocation:
     return AdaptiveAllocation(context, decay=options.decay, interval=options.interval)
 
 
-def build_dispatch(
-    context: PolicyContext, choice: DispatchChoice, reuse_weight: float, swaps: int
-) -> Dispatch:
+def build_dispatch(context: PolicyContext, choice: DispatchChoice, reuse_weight: float, swaps: int) -> Dispatch:
     """The dispatch rule by name. Raises UsageError where it needs a CPU backend and there is none."""
     if choice == "auto":
         choice = "oled" if context.cpu_available else "gpu"

@@ -131,9 +131,7 @@ class NextUse(Retention):
         layer = routing.layer
         recorded = self._pass < self._future.shape[0]
         if not recorded or not np.array_equal(self._future[self._pass, layer], routing.activated):
-            raise PolicyError(
-                f"policy 'belady': pass {self._pass}, layer {layer} is not routed as in the trace"
-            )
+            raise PolicyError(f"policy 'belady': pass {self._pass}, layer {layer} is not routed as in the trace")
         self._cursor[layer] += routing.activated
         self._next[layer] = self._uses[self._cursor[layer]]
 

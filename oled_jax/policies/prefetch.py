@@ -23,16 +23,12 @@ class KnownResidents:
     def forget(self) -> None:
         self.pages[:] = False
 
-    def request_all(
-        self, wanted: Bool[np.ndarray, "L E"], priority: Float[np.ndarray, "L E"]
-    ) -> list[PageRequest]:
+    def request_all(self, wanted: Bool[np.ndarray, "L E"], priority: Float[np.ndarray, "L E"]) -> list[PageRequest]:
         """Requests for every wanted page that is not known to be resident."""
         layers, experts = np.nonzero(wanted & ~self.pages)
         return self._request(layers, experts, priority[layers, experts])
 
-    def request_best(
-        self, first_layer: int, priority: Float[np.ndarray, "R E"], limit: int
-    ) -> list[PageRequest]:
+    def request_best(self, first_layer: int, priority: Float[np.ndarray, "R E"], limit: int) -> list[PageRequest]:
         """Requests for the `limit` missing pages of greatest positive priority, from `first_layer` on."""
         missing = np.where(self.pages[first_layer : first_layer + priority.shape[0]], 0.0, priority).ravel()
         best = np.flatnonzero(missing)

@@ -32,9 +32,7 @@ def read_counts(path: str, context: PolicyContext) -> Float[np.ndarray, "L E"]:
         with np.load(Path(path), allow_pickle=False) as archive:
             counts = np.asarray(archive["counts"], np.float64)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(
-            f"calibration={path}: cannot read array 'counts' from an npz file ({error})"
-        ) from None
+        raise UsageError(f"calibration={path}: cannot read array 'counts' from an npz file ({error})") from None
     if counts.shape != shape:
         raise UsageError(f"calibration={path}: counts has shape {counts.shape}, the model needs {shape}")
     if not np.all(np.isfinite(counts)) or counts.min() < 0:

@@ -38,7 +38,5 @@ class NumbaExperts(ThreadedCpuExperts):
         gate_up, down = self._stored[layer]
         even = np.zeros((len(x) + len(x) % 2, x.shape[1]), np.float32)
         even[: len(x)] = x
-        out = self._kernel.expert(
-            gate_up[expert], down[expert], even, columns.start, columns.stop - columns.start
-        )
+        out = self._kernel.expert(gate_up[expert], down[expert], even, columns.start, columns.stop - columns.start)
         return out[: len(x)]

@@ -103,7 +103,5 @@ def expert(gate_up: Any, down: Any, x: Any, first: int, width: int) -> Any:
     out = np.empty((n, D), np.float32)
     for d in range(0, D, 2):
         e = min(d + 1, D - 1)  # an odd last row is paired with itself
-        _two_rows(
-            down[d, first : first + width], down[e, first : first + width], hidden, out[:, d], out[:, e]
-        )
+        _two_rows(down[d, first : first + width], down[e, first : first + width], hidden, out[:, d], out[:, e])
     return out

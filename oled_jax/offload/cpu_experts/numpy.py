@@ -33,9 +33,7 @@ class NumpyExperts(ThreadedCpuExperts):
         up = self._project(gate_up[F:][columns], x)
         return self._project(down[:, columns], gate / (1 + np.exp(-gate)) * up)
 
-    def _project(
-        self, weights: Float[np.ndarray, "r c"], x: Float[np.ndarray, "n c"]
-    ) -> Float[np.ndarray, "n r"]:
+    def _project(self, weights: Float[np.ndarray, "r c"], x: Float[np.ndarray, "n c"]) -> Float[np.ndarray, "n r"]:
         """x @ weights.T in float32."""
         rows, width = weights.shape
         out = np.empty((len(x), rows), np.float32)

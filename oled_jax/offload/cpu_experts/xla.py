@@ -22,9 +22,7 @@ BUCKETS = (2, 4, 8, 16, 32, 64)
 
 
 @functools.partial(jax.jit, compiler_options={"xla_cpu_multi_thread_eigen": False})
-def _expert(
-    gate_up: Float[Array, "F2 D"], down: Float[Array, "D F"], x: Float[Array, "n D"]
-) -> Float[Array, "n D"]:
+def _expert(gate_up: Float[Array, "F2 D"], down: Float[Array, "D F"], x: Float[Array, "n D"]) -> Float[Array, "n D"]:
     gate, up = jnp.split(jnp.einsum("nd,fd->nf", x, gate_up, preferred_element_type=jnp.float32), 2, axis=1)
     hidden = jax.nn.silu(gate) * up
     if x.dtype != jnp.bfloat16:
