@@ -38,9 +38,7 @@ def main() -> None:
     parser.add_argument("--size", choices=PUBLISHED, default="llada2-mini")
     parser.add_argument("--pages", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument(
-        "--chain", type=int, default=8, help="calls in one program, so that launching is not timed"
-    )
+    parser.add_argument("--chain", type=int, default=8, help="calls in one program, so that launching is not timed")
     parser.add_argument("--tiles", action="store_true", help="try tile sizes of the Triton kernels")
     args = parser.parse_args()
     raw = PUBLISHED[args.size]

@@ -142,9 +142,7 @@ def test_no_tokenizer(tmp_path):
         lambda: codec.encode_messages([]),
         lambda: codec.decode([1]),
     ):
-        with pytest.raises(
-            UsageError, match=r"has no tokenizer: give the prompt as token ids with --prompt-ids"
-        ):
+        with pytest.raises(UsageError, match=r"has no tokenizer: give the prompt as token ids with --prompt-ids"):
             call()
 
 
@@ -249,9 +247,7 @@ def test_list_of_eos_ids(resolve, where):
 
 def test_ids_outside_the_vocabulary(resolve):
     for flags in ({"mask": 512}, {"mask": -1}, {"mask": 1, "eos": 512}, {"mask": 1, "eos": -2}):
-        with pytest.raises(
-            UsageError, match=r"--(mask|eos)-id -?\d+ lies outside the vocabulary of 512 tokens"
-        ):
+        with pytest.raises(UsageError, match=r"--(mask|eos)-id -?\d+ lies outside the vocabulary of 512 tokens"):
             resolve(**flags)
     got = resolve({"mask_token_id": 600}, {"mask_token_id": 5}, eos=-1)
     assert (got.mask_id, got.eos_id) == (5, -1)

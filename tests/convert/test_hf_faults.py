@@ -76,9 +76,7 @@ def test_many_of_a_kind_are_counted(tmp_path, base):
     for e in range(8):
         for projection in ("gate", "up", "down"):
             base.tensors.pop(EXPERT.format(e, projection))
-            base.tensors[f"model.layers.1.mlp.experts.{e}.{projection}.weight_scale"] = np.zeros(
-                1, np.float32
-            )
+            base.tensors[f"model.layers.1.mlp.experts.{e}.{projection}.weight_scale"] = np.zeros(1, np.float32)
     for i in range(SPELLED_OUT + 12):
         base.tensors[f"other.{i}.weight"] = np.zeros(1, np.float32)
     problems = problems_of(base.write(tmp_path))
@@ -91,9 +89,7 @@ def test_many_of_a_kind_are_counted(tmp_path, base):
 def test_file_cut_inside_its_header(tmp_path, base, size):
     with (base.write(tmp_path) / "model.safetensors").open("r+b") as stream:
         stream.truncate(size)
-    assert (
-        only_problem(tmp_path) == f"model.safetensors is truncated: its {size} bytes do not hold its header"
-    )
+    assert only_problem(tmp_path) == f"model.safetensors is truncated: its {size} bytes do not hold its header"
 
 
 def test_cut_data_counts_the_tensors(tmp_path, base):
@@ -109,9 +105,7 @@ def test_git_lfs_pointer(tmp_path, base):
     assert "git lfs pull" in only_problem(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content", [b"\xff" * 64, struct.pack("<Q", 4) + b"[1] ", struct.pack("<Q", 4) + b"{]}}"]
-)
+@pytest.mark.parametrize("content", [b"\xff" * 64, struct.pack("<Q", 4) + b"[1] ", struct.pack("<Q", 4) + b"{]}}"])
 def test_not_a_safetensors_file(tmp_path, base, content):
     (base.write(tmp_path) / "model.safetensors").write_bytes(content)
     assert "is not a safetensors file" in only_problem(tmp_path)
@@ -132,9 +126,7 @@ def test_not_a_safetensors_file(tmp_path, base, content):
 def test_damaged_header_entry(tmp_path, base, entry):
     base.write(tmp_path)
     edit_header(tmp_path / "model.safetensors", lambda header: header.update({"model.norm.weight": entry}))
-    assert any(
-        "the header entry of model.norm.weight is damaged" in problem for problem in problems_of(tmp_path)
-    )
+    assert any("the header entry of model.norm.weight is damaged" in problem for problem in problems_of(tmp_path))
 
 
 def test_overlapping_tensors(tmp_path, base):
@@ -211,10 +203,7 @@ def test_config_faults_come_with_the_shard_faults(tmp_path, base):
 
 def test_value_of_another_type_in_config(tmp_path, base):
     base.config["hidden_size"] = "thirty-two"
-    assert (
-        only_problem(base.write(tmp_path))
-        == "config.json: hidden_size is 'thirty-two', it must be a whole number"
-    )
+    assert only_problem(base.write(tmp_path)) == "config.json: hidden_size is 'thirty-two', it must be a whole number"
 
 
 def test_quantised_checkpoint(tmp_path, base):

@@ -39,9 +39,7 @@ def assert_reads_as(directory: Path, source, expected_pages, dtype=np.float32) -
         array = trunk[tuple(tensor.path)]
         assert array.flags.owndata
         assert array.dtype == (np.float32 if tensor.float32 else dtype), tensor.name
-        np.testing.assert_array_equal(
-            array, source.tensors[tensor.name].astype(array.dtype), err_msg=tensor.name
-        )
+        np.testing.assert_array_equal(array, source.tensors[tensor.name].astype(array.dtype), err_msg=tensor.name)
     for i, layer in enumerate(checkpoint.family.moe_layers(checkpoint.config)):
         wanted = expected_pages(source.tensors, source.config, layer, dtype)
         for got, want in zip(read_pages(checkpoint, i, dtype), wanted, strict=True):
@@ -99,9 +97,7 @@ def test_index_decides_between_two_copies(tmp_path, source, expected_pages):
 @pytest.mark.parametrize("shards", [None, 3])
 def test_merged_experts(golden, tmp_path, source, expected_pages, shards):
     merged = source("variants/merged-experts")
-    directory = (
-        golden / "variants/merged-experts" if shards is None else merged.write_shuffled(tmp_path, shards)
-    )
+    directory = golden / "variants/merged-experts" if shards is None else merged.write_shuffled(tmp_path, shards)
     base = source("variants/base-float32")
     base.config = merged.config
     assert_reads_as(directory, base, expected_pages)

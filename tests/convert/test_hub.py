@@ -38,9 +38,7 @@ def resolve_in_child(model: str, home: Path) -> subprocess.CompletedProcess[str]
         "try:\n    print(resolve_model(sys.argv[1]))\n"
         "except UsageError as error:\n    sys.exit(str(error))\n"
     )
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     environment = kept | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", code, model]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -68,9 +66,7 @@ def test_file_instead_of_directory(tmp_path):
         resolve_model(str(tmp_path / "config.json"))
 
 
-@pytest.mark.parametrize(
-    "model", ["/no/such", "./no/such", "../x", "name", "", "a/b/c", "org/", "org/na me", "-x/y"]
-)
+@pytest.mark.parametrize("model", ["/no/such", "./no/such", "../x", "name", "", "a/b/c", "org/", "org/na me", "-x/y"])
 def test_neither_path_nor_hub_id(model):
     with pytest.raises(UsageError, match=r"neither a directory nor a hub id \(org/name\)"):
         resolve_model(model)

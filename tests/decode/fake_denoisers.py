@@ -164,9 +164,7 @@ def _take(active: list[int], confidence: np.ndarray, threshold: float, n: int) -
     return high if len(high) >= n else sorted(active, key=lambda i: (-confidence[i], i))[:n]
 
 
-def _block_of_20(
-    canvas: np.ndarray, P: int, span: slice, config: DecodingConfig, model: Model
-) -> tuple[int, bool]:
+def _block_of_20(canvas: np.ndarray, P: int, span: slice, config: DecodingConfig, model: Model) -> tuple[int, bool]:
     L, steps = config.block_length, min(config.steps, config.gen_length // config.minimal_topk)
     for t in range(steps):
         block = canvas[span]
@@ -183,9 +181,7 @@ def _block_of_20(
     return steps, False
 
 
-def _block_of_21(
-    canvas: np.ndarray, P: int, span: slice, config: DecodingConfig, model: Model
-) -> tuple[int, bool]:
+def _block_of_21(canvas: np.ndarray, P: int, span: slice, config: DecodingConfig, model: Model) -> tuple[int, bool]:
     post = calls = 0
     while True:
         block, old = canvas[span], canvas[span].copy()
@@ -199,10 +195,7 @@ def _block_of_21(
         edits = [
             i
             for i in range(len(old))
-            if i not in active
-            and span.start + i >= P
-            and confidence[i] > config.editing_threshold
-            and x0[i] != old[i]
+            if i not in active and span.start + i >= P and confidence[i] > config.editing_threshold and x0[i] != old[i]
         ]
         block[chosen + edits] = x0[chosen + edits]
         if not active and not edits:

@@ -115,13 +115,9 @@ def test_block_events_join_to_the_output_and_finish_comes_last(editing: bool) ->
             assert tuple(joined) == result.output_ids
             assert MASK not in joined
             assert (result.finish == "eos") == (result.output_ids[-1:] == (settings.eos_id,))
-            assert (
-                0 <= result.ttft_prefill_s <= result.ttft_block_s <= result.ttft_prefill_s + result.decode_s
-            )
+            assert 0 <= result.ttft_prefill_s <= result.ttft_block_s <= result.ttft_prefill_s + result.decode_s
             assert result.tpot_s == pytest.approx(result.decode_s / len(result.output_ids))
-            counted = {
-                kind: sum(isinstance(e, PassEvent) and e.kind is kind for e in mine) for kind in PassKind
-            }
+            counted = {kind: sum(isinstance(e, PassEvent) and e.kind is kind for e in mine) for kind in PassKind}
             assert {**counted, PassKind.PREFILL: result.passes[PassKind.PREFILL]} == result.passes
 
 

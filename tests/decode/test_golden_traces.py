@@ -39,9 +39,9 @@ def test_every_recording_is_used() -> None:
 def test_deviations_differ(case: GoldenCase) -> None:
     """A deviation that no longer differs from the recording must leave the list."""
     fields = ("output_ids", "final_canvas", "num_forward_calls")
-    assert any(
-        case.expected(f) not in (case.recorded[f], tuple(case.recorded[f])) for f in fields[:1]
-    ) or any(case.expected(f) != case.recorded[f] for f in fields[1:])
+    assert any(case.expected(f) not in (case.recorded[f], tuple(case.recorded[f])) for f in fields[:1]) or any(
+        case.expected(f) != case.recorded[f] for f in fields[1:]
+    )
     assert case.args["mask_id"] not in case.expected("output_ids")
     assert len(case.expected("output_ids")) <= case.args["gen_length"]
 

@@ -50,9 +50,7 @@ class LogitsDenoiser(FakeDenoiser):
 
     def _predict(self, prefix: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         token, _ = hashed_model(prefix, block)
-        logits = (
-            np.random.default_rng(int(token.sum())).normal(size=(1, len(block), VOCAB)).astype(np.float32)
-        )
+        logits = np.random.default_rng(int(token.sum())).normal(size=(1, len(block), VOCAB)).astype(np.float32)
         logits[..., MASK] += self._bonus
         row = next(self._order)
         key = row_keys(self._seed, self._requests[row : row + 1], self._pass_index)

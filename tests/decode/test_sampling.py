@@ -144,20 +144,14 @@ def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
 
 def test_keys_differ_by_seed_request_and_pass() -> None:
     data = {
-        tuple(
-            np.asarray(jax.random.key_data(row_keys(seed, np.array([request], np.int32), index)))
-            .ravel()
-            .tolist()
-        )
+        tuple(np.asarray(jax.random.key_data(row_keys(seed, np.array([request], np.int32), index))).ravel().tolist())
         for seed in (0, 1, 2**32 - 1)
         for request in range(3)
         for index in range(3)
     }
     assert len(data) == 27
     traced = jax.jit(row_keys)(jnp.uint32(1), jnp.arange(2, dtype=jnp.int32), jnp.int32(5))
-    assert (
-        jax.random.key_data(traced) == jax.random.key_data(row_keys(1, jnp.arange(2, dtype=jnp.int32), 5))
-    ).all()
+    assert (jax.random.key_data(traced) == jax.random.key_data(row_keys(1, jnp.arange(2, dtype=jnp.int32), 5))).all()
 
 
 def test_request_numbers_tell_equal_prompts_apart_and_nothing_else() -> None:

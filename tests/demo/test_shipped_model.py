@@ -18,7 +18,7 @@ from oled_jax.passes import PassKind
 
 CAPACITY = 32  # of 128 experts
 
-# One of each family, at temperature 0 in float32 on the CPU. bfloat16 and JAX 0.11 gave the same texts when they were taken.
+# One of each family, at temperature 0 in float32 on the CPU. bfloat16 and JAX 0.11 gave the same texts when taken.
 TEXTS = {
     "Ben had 88 eggs. Ben sold 4 of them and later bought 47. How many eggs does Ben have?":
         "First, 88 - 4 = 84. Then 84 + 47 = 131. Answer: 131",

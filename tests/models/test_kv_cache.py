@@ -27,9 +27,7 @@ def case(golden: Path) -> dict[str, np.ndarray]:
     return load_file(golden / "llada2-tiny-kvcache.safetensors")
 
 
-def run(
-    tiny: Checkpoint, tokens: np.ndarray, starts: list[int], cache: KVCache
-) -> tuple[np.ndarray, KVCache]:
+def run(tiny: Checkpoint, tokens: np.ndarray, starts: list[int], cache: KVCache) -> tuple[np.ndarray, KVCache]:
     """Logits of a chunk whose row b stands at starts[b], and the cache it leaves."""
     tokens = jnp.asarray(tokens, jnp.int32)
     positions = jnp.asarray(starts)[:, None] + jnp.arange(tokens.shape[1])
@@ -39,9 +37,7 @@ def run(
 
 
 @pytest.mark.parametrize("chunk", [24, 8], ids=["one pass", "block by block"])
-def test_cached_prefix_equals_the_reference(
-    tiny: Checkpoint, case: dict[str, np.ndarray], chunk: int
-) -> None:
+def test_cached_prefix_equals_the_reference(tiny: Checkpoint, case: dict[str, np.ndarray], chunk: int) -> None:
     tokens = case["input_ids"]
     cache = init_kv_cache(tiny.config, 1, 40)
     for start in range(0, 24, chunk):

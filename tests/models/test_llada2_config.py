@@ -95,9 +95,7 @@ def test_all_problems_come_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         config(hidden_act="relu", vocab_size="many", topk_group=9, rms_norm_eps=-1.0)
     message = str(caught.value)
-    assert all(
-        word in message for word in ("4 problems", "hidden_act", "vocab_size", "topk_group", "rms_norm_eps")
-    )
+    assert all(word in message for word in ("4 problems", "hidden_act", "vocab_size", "topk_group", "rms_norm_eps"))
 
 
 def test_a_wrong_type_is_reported_once() -> None:

@@ -54,9 +54,7 @@ def close(actual: object, expected: np.ndarray, tolerance: float = HIDDEN_TOLERA
 
 def before_mlp(case: dict[str, np.ndarray], layer: int) -> jnp.ndarray:
     """The hidden state that enters the feed-forward half of a layer."""
-    return jnp.asarray(
-        case[f"layers.{layer - 1}.out" if layer else "embed"] + case[f"layers.{layer}.attn_out"]
-    )
+    return jnp.asarray(case[f"layers.{layer - 1}.out" if layer else "embed"] + case[f"layers.{layer}.attn_out"])
 
 
 def test_embedding_and_norm(tiny: Checkpoint, case: dict[str, np.ndarray]) -> None:
@@ -104,9 +102,7 @@ def test_one_expert_in_double_precision(tiny: Checkpoint) -> None:
     x = np.random.default_rng(3).standard_normal((5, tiny.config.hidden_size)).astype(np.float32)
     layer, expert = 1, 7
     name = tiny.family.expert_name.format(layer=layer + 1, expert=expert, projection="{}")
-    gate, up, down = (
-        tiny.tensors[name.format(p)].astype(np.float64) for p in ("gate_proj", "up_proj", "down_proj")
-    )
+    gate, up, down = (tiny.tensors[name.format(p)].astype(np.float64) for p in ("gate_proj", "up_proj", "down_proj"))
     gated = x @ gate.T
     expected = 0.5 * ((gated / (1 + np.exp(-gated))) * (x @ up.T)) @ down.T
     ids, gates = jnp.full((5, 1), expert), jnp.full((5, 1), 0.5)
@@ -148,9 +144,7 @@ class RecordingExperts(NamedTuple):
 def test_model(tiny: Checkpoint, forward: dict[str, dict[str, np.ndarray]], name: str) -> None:
     case = forward[name]
     assert tiny.experts is not None
-    hidden, cache, chosen = tiny.forward(
-        *model_inputs(case), experts=RecordingExperts(tiny.experts), carry={}
-    )
+    hidden, cache, chosen = tiny.forward(*model_inputs(case), experts=RecordingExperts(tiny.experts), carry={})
     assert cache is None
     close(hidden, case["final_norm"])
     close(tiny.model.logits(hidden), case["logits"], LOGIT_TOLERANCE)
@@ -174,9 +168,7 @@ def test_norm_casts_before_the_weight() -> None:
     np.testing.assert_array_equal(np.asarray(rms_norm(x, weight, 0.0)), np.asarray(unit * weight))
 
 
-def test_router_is_float32_on_bfloat16_input(
-    tiny: Checkpoint, forward: dict[str, dict[str, np.ndarray]]
-) -> None:
+def test_router_is_float32_on_bfloat16_input(tiny: Checkpoint, forward: dict[str, dict[str, np.ndarray]]) -> None:
     x = jnp.asarray(forward["len32_block8"]["layers.1.out"][0]).astype(jnp.bfloat16)
     gate = tiny.model.layers[2].mlp.gate
     weight, bias = gate.weight[...], gate.expert_bias[...]

@@ -54,9 +54,7 @@ def test_attention_factors() -> None:
     assert attention_factor(config(yarn)) == pytest.approx(0.1 * math.log(4) + 1)
     assert attention_factor(config(yarn | {"attention_factor": 1.5})) == 1.5
     scales = {"mscale": 2.0, "mscale_all_dim": 1.0}
-    assert attention_factor(config(yarn | scales)) == pytest.approx(
-        (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1)
-    )
+    assert attention_factor(config(yarn | scales)) == pytest.approx((0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1))
     assert attention_factor(config(LONGROPE)) == pytest.approx(math.sqrt(1 + math.log(4) / math.log(64)))
     top_level = config(LONGROPE, original_max_position_embeddings=32)
     assert attention_factor(top_level) == pytest.approx(math.sqrt(1 + math.log(2) / math.log(32)))

@@ -23,9 +23,7 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def make_pages(
-    dtype: np.dtype, *, L: int = 2, E: int = 6, D: int = 64, F: int = 32, seed: int = 0
-) -> list[LayerPages]:
+def make_pages(dtype: np.dtype, *, L: int = 2, E: int = 6, D: int = 64, F: int = 32, seed: int = 0) -> list[LayerPages]:
     rng = np.random.default_rng(seed)
     pages = []
     for _ in range(L):
@@ -36,9 +34,7 @@ def make_pages(
     return pages
 
 
-def make_work(
-    pages: list[LayerPages], *, N: int, H: int, K: int = 3, layer: int = 0, seed: int = 0
-) -> CpuWork:
+def make_work(pages: list[LayerPages], *, N: int, H: int, K: int = 3, layer: int = 0, seed: int = 0) -> CpuWork:
     rng = np.random.default_rng(seed)
     E, D, _ = pages[layer][1].shape
     return CpuWork(
@@ -76,9 +72,7 @@ def check(pages: list[LayerPages], work: CpuWork, result: np.ndarray) -> None:
     expected, size = reference(pages, work)
     assert result.dtype == np.float32
     assert result.shape == expected.shape
-    assert (np.abs(result - expected) <= TOLERANCE * size).all(), np.max(
-        np.abs(result - expected) / (size + 1e-30)
-    )
+    assert (np.abs(result - expected) <= TOLERANCE * size).all(), np.max(np.abs(result - expected) / (size + 1e-30))
 
 
 def make(name: str, pages: list[LayerPages], threads: int = 2) -> CpuExperts:

@@ -33,9 +33,7 @@ class TestFaults:
         with make(name, pages) as experts:
             good = pages[1][1][2].copy()
             pages[1][1][2, 0, 0] = value
-            with pytest.raises(
-                RuntimeError, match=r"layer 1, expert 2: .*: its weights hold NaN or infinity"
-            ):
+            with pytest.raises(RuntimeError, match=r"layer 1, expert 2: .*: its weights hold NaN or infinity"):
                 run(experts, work)
             pages[1][1][2] = good
             check(pages, work, run(experts, work))
@@ -50,9 +48,7 @@ class TestFaults:
         ):
             run(experts, work)
 
-    @pytest.mark.filterwarnings(
-        "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-    )  # the death is the point
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the death is the point
     @pytest.mark.parametrize("threads", [1, 2])
     def test_a_dead_worker_is_noticed_and_replaced(
         self, name: str, threads: int, monkeypatch: pytest.MonkeyPatch
@@ -63,9 +59,7 @@ class TestFaults:
             with monkeypatch.context() as patch:
                 patch.setattr(experts, "_compute", raising(SystemExit()))  # ends a thread, silently
                 experts.submit(work)
-                with pytest.raises(
-                    RuntimeError, match=r"thread cpu-experts-\w+-\d died in layer 0, expert \d"
-                ):
+                with pytest.raises(RuntimeError, match=r"thread cpu-experts-\w+-\d died in layer 0, expert \d"):
                     experts.collect(0)
             check(pages, work, run(experts, work))
 

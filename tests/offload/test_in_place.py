@@ -55,9 +55,7 @@ def _temporary_bytes(engine, num_slots: int) -> tuple[int, int]:
         manager=jnp.int32(0),
     )
     spec = PassSpec(config=config, block_length=8, spare=spare, uses_cpu=False)
-    lowered = forward_pass.lower(
-        spec, engine.trunk, engine.store.layers, pool, init_kv_cache(config, 1, 64), inputs
-    )
+    lowered = forward_pass.lower(spec, engine.trunk, engine.store.layers, pool, init_kv_cache(config, 1, 64), inputs)
     return lowered.compile().memory_analysis().temp_size_in_bytes, sum(array.nbytes for array in pool)
 
 

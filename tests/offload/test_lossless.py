@@ -71,7 +71,7 @@ def test_resident_experts_agree_within_float32_noise(model, yardstick):
         np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("spare", [1, 3, E])
+@pytest.mark.parametrize("spare", [1, E])
 def test_the_number_of_spare_slots_changes_nothing(model, yardstick, spare):
     outputs, recorded = outcome(build(*model, "lru", 2, spare=spare))
     assert outputs == yardstick[0]
@@ -84,11 +84,10 @@ def test_a_batch_of_unequal_prompts_gives_each_row_its_own_text(model, yardstick
     assert outputs == yardstick[0]
 
 
-@pytest.mark.parametrize("policy", ["lru", "oled"])
-def test_bfloat16_logits_are_bit_identical_too(golden, policy):
+def test_bfloat16_logits_are_bit_identical_too(golden):
     model = open_tiny(golden, "bfloat16")
     expected = outcome(build(*model, "lru", E))
-    outputs, recorded = outcome(build(*model, policy, K))
+    outputs, recorded = outcome(build(*model, "oled", K))
     assert outputs == expected[0]
     for (_, logits), (_, other) in zip(recorded, expected[1], strict=True):
         np.testing.assert_array_equal(logits, other)

@@ -85,9 +85,7 @@ def routes(rng, tokens=N) -> np.ndarray:
     return np.stack([rng.permutation(E)[:K] for _ in range(tokens)]).astype(np.int32)
 
 
-def carry_out(
-    contents: np.ndarray, manager: CacheManager, layer: int, ids: np.ndarray, plan: np.ndarray
-) -> None:
+def carry_out(contents: np.ndarray, manager: CacheManager, layer: int, ids: np.ndarray, plan: np.ndarray) -> None:
     """What the device does with a plan, on a pool of labels; checks that every pair meets its own page."""
     layout = manager.layout(ids.shape[0])
     fields = layout.fields(plan)

@@ -13,9 +13,7 @@ SHAPES = [(1, 1, 1), (16, 2, 8), (64, 3, 5), (5, 8, 256), (65, 2, 3), (1024, 8, 
 def routing(seed: int, shape: ItemShape, missing: float) -> np.ndarray:
     """Different experts for each token, some pairs missing."""
     rng = np.random.default_rng(seed)
-    ids = np.stack(
-        [rng.permutation(shape.num_experts)[: shape.top_k] for _ in range(shape.num_tokens)]
-    ).ravel()
+    ids = np.stack([rng.permutation(shape.num_experts)[: shape.top_k] for _ in range(shape.num_tokens)]).ravel()
     return np.where(rng.random(shape.pairs) < missing, shape.num_experts, ids)
 
 

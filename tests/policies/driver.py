@@ -43,9 +43,7 @@ def context(**changes: object) -> PolicyContext:
     return PolicyContext(**values)
 
 
-def make_pass(
-    ids: object, gates: object | None = None, *, kind: PassKind = PassKind.DENOISE, **fields: object
-) -> Pass:
+def make_pass(ids: object, gates: object | None = None, *, kind: PassKind = PassKind.DENOISE, **fields: object) -> Pass:
     """A pass from ids [L, N, K]; gates default to 1 / K, confidence to 1, every token is real and masked."""
     experts = np.asarray(ids, np.int32)
     _, N, K = experts.shape
@@ -130,9 +128,7 @@ def random_passes(
 
 def future_of(passes: Sequence[Pass], num_experts: int = 16) -> FutureRouting:
     return FutureRouting(
-        activated=np.stack(
-            [np.stack([p.loads(layer, num_experts) > 0 for layer in range(len(p.ids))]) for p in passes]
-        )
+        activated=np.stack([np.stack([p.loads(layer, num_experts) > 0 for layer in range(len(p.ids))]) for p in passes])
     )
 
 

@@ -37,9 +37,7 @@ def test_rules_hold(spec, total_slots):
         assert driver.transfers <= 48
 
 
-@pytest.mark.parametrize(
-    "spec", [spec for spec in SPECS if not spec.startswith((*NEEDS_CPU, "oled:dispatch"))]
-)
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if not spec.startswith((*NEEDS_CPU, "oled:dispatch"))])
 def test_without_a_cpu_backend_everything_is_transferred(spec):
     driver = drive(spec, random_passes(3, 40), cpu_available=False)
     assert all(decision.to_cpu.size == 0 for decision in driver.decisions())

@@ -42,9 +42,7 @@ def test_moe_infinity_predicts_from_the_nearest_stored_matrix(store_size):
             own[layer] += loads[layer]
             predicted = own
             if store:
-                distances = [
-                    1 - np.mean([cosine(own[row], old[row]) for row in range(layer + 1)]) for old in store
-                ]
+                distances = [1 - np.mean([cosine(own[row], old[row]) for row in range(layer + 1)]) for old in store]
                 predicted = store[int(np.argmin(distances))]
             expected = predicted[layer] / max(predicted[layer].sum(), 1)
             np.testing.assert_allclose(seen[-3 + layer], expected, rtol=1e-4, atol=1e-6)
