@@ -11,6 +11,7 @@ from oled_jax.config import ModelConfig
 from oled_jax.errors import UsageError
 from oled_jax.models.kv_cache import kv_bytes
 from oled_jax.models.registry import family_named
+from oled_jax.ops.grouping import ItemShape
 
 MARGIN = 0.05  # of what is free: program code, fragments, workspaces of matrix libraries
 WORTH_A_LINE = 0.01  # activations below this share of the total are left out of the printed plan
@@ -191,15 +192,18 @@ def trunk_bytes(config: ModelConfig) -> int:
 def activation_bytes(config: ModelConfig, batch: int, chunk: int, block_length: int, kv_positions: int) -> int:
     """An estimate of the temporaries of the widest pass, or of the head over a block if that is more.
 
-    Attention holds scores and weights in float32, the expert layer one row per (token, k) pair in the model's
-    dtype and again in float32 for the sum, the head logits, probabilities and a copy.
+    Attention holds scores and weights in float32; the expert layer one row per (token, k) pair in the model's dtype
+    and again in float32 for the sum; the head logits, probabilities and a copy. The rows of the work items, in and
+    out, live through the whole pass.
     """
     N, D, itemsize = batch * chunk, config.hidden_size, jnp.dtype(config.dtype).itemsize
+    items = ItemShape(num_tokens=N, top_k=config.num_experts_per_tok, num_experts=config.num_experts)
+    item_rows = items.max_items * items.rows * D * itemsize * (1 if items.direct else 2)
     attention = 2 * 4 * N * config.num_attention_heads * kv_positions
     experts = N * config.num_experts_per_tok * D * (itemsize + 4)
     dense = N * (D + 3 * config.intermediate_size) * itemsize
     head = 3 * 4 * batch * block_length * config.vocab_size
-    return max(attention, experts, dense, head) + 4 * N * D * itemsize
+    return max(attention, experts, dense, head) + item_rows + 4 * N * D * itemsize
 
 
 def format_bytes(count: int | float) -> str:
