@@ -8,7 +8,6 @@ import dataclasses
 from pathlib import Path
 
 from oled_jax.convert.hf import HfCheckpoint
-from oled_jax.convert.layout import match_tensors
 from oled_jax.convert.manifest import MANIFEST_NAME, Manifest, is_converted, read_manifest
 from oled_jax.convert.problems import Problems
 from oled_jax.convert.shards import Shards
@@ -39,19 +38,7 @@ class ConvertedCheckpoint(StoredWeights):
         _check_sizes(directory, manifest, problems)
         stored = {entry.name: entry.stored(directory) for entry in manifest.entries}
         shards = Shards(tensors=stored, excused=frozenset(), complete=True)
-        layout = match_tensors(*described.model, shards, problems) if described.model else None
-        if problems or described.model is None or layout is None:
-            raise CheckpointError(str(directory), problems.lines())
-        family, config = described.model
-        return cls(
-            directory=directory,
-            raw_config=described.raw_config,
-            config=config,
-            family=family,
-            generation_config=described.generation_config,
-            layout=layout,
-            manifest=manifest,
-        )
+        return cls.match(directory, described, shards, problems, manifest=manifest)
 
 
 def open_checkpoint(directory: Path) -> HfCheckpoint | ConvertedCheckpoint:

@@ -3,7 +3,6 @@
 import dataclasses
 from pathlib import Path
 
-from oled_jax.convert.layout import match_tensors
 from oled_jax.convert.problems import Problems
 from oled_jax.convert.shards import collect_shards
 from oled_jax.convert.weights import StoredWeights, read_description
@@ -26,15 +25,4 @@ class HfCheckpoint(StoredWeights):
         problems = Problems()
         described = read_description(directory, problems)
         shards = collect_shards(directory, problems)
-        layout = match_tensors(*described.model, shards, problems) if described.model else None
-        if problems or described.model is None or layout is None:
-            raise CheckpointError(str(directory), problems.lines())
-        family, config = described.model
-        return cls(
-            directory=directory,
-            raw_config=described.raw_config,
-            config=config,
-            family=family,
-            generation_config=described.generation_config,
-            layout=layout,
-        )
+        return cls.match(directory, described, shards, problems)

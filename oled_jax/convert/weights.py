@@ -7,14 +7,15 @@ import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float
 
 from oled_jax.config import ModelConfig
-from oled_jax.convert.layout import Layout
+from oled_jax.convert.layout import Layout, match_tensors
 from oled_jax.convert.problems import Problems, read_json_object
+from oled_jax.convert.shards import Shards
 from oled_jax.convert.tensors import StoredTensor, TensorReader, ValueCheck
 from oled_jax.errors import CheckpointError, UsageError
 from oled_jax.models.registry import Family, family_of
@@ -22,6 +23,9 @@ from oled_jax.models.registry import Family, family_of
 # Threads that share a layer in turns, so that the disk still sees one walk through the file: while one waits for it,
 # others take their page faults and look for NaN. Those cost more than the copy out of the kernel's cache.
 READERS = 4
+
+
+Weights = TypeVar("Weights", bound="StoredWeights")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,33 @@ class StoredWeights:
     generation_config: dict[str, Any]
     layout: Layout
     values: ValueCheck = dataclasses.field(default_factory=ValueCheck)
+
+    @classmethod
+    def match(
+        cls: type[Weights], directory: Path, description: "Description", shards: Shards, problems: Problems, **more: Any
+    ) -> Weights:
+        """The weights, once the files hold every tensor that the description asks for.
+
+        Args:
+          problems: what was noted so far.
+          more: fields of the subclass.
+
+        Raises:
+          CheckpointError: lists everything that is wrong.
+        """
+        layout = match_tensors(*description.model, shards, problems) if description.model else None
+        if problems or description.model is None or layout is None:
+            raise CheckpointError(str(directory), problems.lines())
+        family, config = description.model
+        return cls(
+            directory=directory,
+            raw_config=description.raw_config,
+            config=config,
+            family=family,
+            generation_config=description.generation_config,
+            layout=layout,
+            **more,
+        )
 
     @property
     def total_bytes(self) -> int:
