@@ -19,6 +19,8 @@ from oled_jax.config import DTYPES, DecodingConfig
 from oled_jax.decoding_options import resolve_decoding
 from oled_jax.errors import UsageError
 from oled_jax.load import CPU_OFF, CacheOptions, OpenedModel
+from oled_jax.offload.carriers.registry import AUTO as CARRIER_AUTO
+from oled_jax.offload.carriers.registry import MOVERS
 from oled_jax.offload.cpu_experts.registry import AUTO, BACKENDS
 from oled_jax.text import resolve_token_ids
 
@@ -178,6 +180,17 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="worker threads of the CPU experts (default: physical cores minus two, at most half of the CPUs)",
     )
+    add_carrier_flag(group)
+
+
+def add_carrier_flag(group: argparse._ActionsContainer) -> None:
+    """`--carrier`; None: the user said nothing."""
+    group.add_argument(
+        "--carrier",
+        choices=(CARRIER_AUTO, *MOVERS),
+        help="what brings plans and pages to the device; auto: native where the extension is "
+        "built, else portable (default: auto)",
+    )
 
 
 def cache_options(options: argparse.Namespace) -> CacheOptions:
@@ -188,6 +201,7 @@ def cache_options(options: argparse.Namespace) -> CacheOptions:
         options.expert_cache_gb,
         cpu_experts=options.cpu_experts,
         cpu_threads=options.cpu_threads,
+        carrier=options.carrier,
     )
 
 

@@ -3,15 +3,18 @@
 Nothing else knows all parts. One engine runs one generation at a time; what belongs to a run is in `session.py`.
 """
 
+import os
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Int32
 
 from oled_jax.config import DecodingConfig, ModelConfig
 from oled_jax.decode.block_diffusion import BlockDiffusion
@@ -19,18 +22,21 @@ from oled_jax.decode.events import Event, FinishEvent, Result
 from oled_jax.errors import UsageError
 from oled_jax.models.kv_cache import KVCache
 from oled_jax.models.registry import assemble
-from oled_jax.offload.carriers.portable import register
+from oled_jax.offload.carriers.base import Mover
+from oled_jax.offload.carriers.registry import AUTO, make_mover
 from oled_jax.offload.cpu_experts.registry import make_cpu_experts
 from oled_jax.offload.manager import CacheManager
 from oled_jax.offload.pool import Pool, empty_pool
+from oled_jax.offload.residency import DEFAULT_SPARE
+from oled_jax.offload.schedule import Move
 from oled_jax.offload.statistics import CacheStatistics
 from oled_jax.offload.store import PageStore, aligned_empty, allocate_store
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, PassInfo, Policy
-from oled_jax.program import PassInputs, PassSpec, fill_pool, forward_pass, stage_pages
+from oled_jax.program import PassInputs, PassSpec, fill_pool, forward_pass
+from oled_jax.recording import Recording, open_recording
 from oled_jax.session import Session
-
-DEFAULT_SPARE = 32
+from oled_jax.traces.files import TraceWriter
 
 
 @runtime_checkable
@@ -59,6 +65,10 @@ class Engine:
       store: pages in host memory; None if the pool holds every page.
       pool: device pages, owned by the engine from now on.
       manager: plans; None if the pool holds every page.
+      carrier: "auto", or the name of what brings plans and pages to the device.
+
+    Raises:
+      UsageError: the carrier cannot run here.
     """
 
     def __init__(
@@ -69,17 +79,24 @@ class Engine:
         pool: Pool,
         store: PageStore | None = None,
         manager: CacheManager | None = None,
+        carrier: str = AUTO,
     ) -> None:
         self.config = config
         self.trunk = trunk
         self.store = store
         self.manager = manager
-        self.handle = np.int32(register(manager) if manager else 0)
+        # Before the pool: an engine's parts end in this order, and pages on their way must land in memory that is ours.
+        self.mover: Mover | None = None
+        if manager is not None and store is not None:
+            self.mover = make_mover(carrier, store, manager)
+            self.mover.attach(pool)
+            manager.overlapping = self.mover.overlaps
         self.statistics = manager.statistics if manager else _resident_statistics(config)
         self._pool = pool
         self.cpu_experts = manager.cpu_experts if manager else None
         self._running = threading.Lock()
         self._warm: set[Hashable] = set()
+        self._recording: Recording | None = None
 
     @property
     def pool(self) -> Pool:
@@ -98,17 +115,75 @@ class Engine:
         """Decodes a batch of prompts and yields what happens as it happens.
 
         Raises:
-          UsageError: a token id lies outside the vocabulary.
+          UsageError: a token id lies outside the vocabulary; or a trace of another block length is being recorded.
           RuntimeError: another run of this engine has not ended, or a pass failed (the engine can be used again).
           Exception: whatever a policy raised, as itself.
         """
         self._check_ids(prompts, decoding)
         with self._alone():
-            if self.manager is not None:
-                for prompt in prompts:
-                    self._stage(self.manager.begin_request(np.asarray(prompt, np.int32)))
+            if self._recording is not None:
+                self._recording.begin_run(len(prompts), decoding.block_length)
+            for prompt in prompts:
+                self.begin_request(np.asarray(prompt, np.int32))
             session = Session(self, prompts, decoding)
             yield from BlockDiffusion(session, decoding).run(prompts)
+
+    @contextmanager
+    def record(
+        self,
+        path: str | os.PathLike[str],
+        decoding: DecodingConfig,
+        *,
+        hidden: bool = False,
+        model: str = "",
+        settings: Mapping[str, Any] | None = None,
+    ) -> Iterator[TraceWriter]:
+        """Records every run inside to one trace file (docs/traces.md).
+
+        A pass that fails is not in it, nor what was resident when it began.
+
+        Args:
+          path: the file to make or to replace.
+          decoding: of the runs; they may differ from it in all but the block length.
+          hidden: compare layer inputs with those of earlier passes, too.
+          model: what the model is called.
+          settings: what else the file should say about the runs, JSON values.
+
+        Yields:
+          the writer, which knows how much it has written.
+
+        Raises:
+          UsageError: the file cannot be written.
+          RuntimeError: a run or another recording of this engine has not ended.
+        """
+        if self._recording is not None or self._running.locked():
+            raise RuntimeError("a trace begins between runs, one at a time: finish what this engine is doing first")
+        described = {**self._cache_settings(), **(settings or {})}
+        with open_recording(
+            self.config, decoding, Path(path), hidden=hidden, model=model, settings=described
+        ) as recording:
+            self._attach(recording)
+            try:
+                yield recording.writer
+            finally:
+                self._attach(None)
+
+    @property
+    def records_hidden(self) -> bool:
+        """Layer inputs are being compared."""
+        return self._recording is not None and self._recording.hidden
+
+    def _attach(self, recording: Recording | None) -> None:
+        self._recording = recording
+        if self.manager is not None:
+            self.manager.recorder = recording.recorder if recording is not None else None
+
+    def _cache_settings(self) -> dict[str, Any]:
+        """What a replay needs to be the same run again."""
+        if self.manager is None:
+            return {"policy": "all"}
+        context = self.manager.policy.context
+        return {"policy": self.manager.policy.name, "total_slots": context.total_slots, "spare": self.manager.spare}
 
     def close(self) -> None:
         """Ends the threads of the CPU backend. The engine cannot be used afterwards."""
@@ -127,18 +202,35 @@ class Engine:
         uses_cpu = self.cpu_experts is not None and info.kind is not PassKind.PREFILL
         if self.manager is not None:
             self.manager.begin_pass(info)
-        spec = PassSpec(config=self.config, block_length=block_length, spare=spare, uses_cpu=uses_cpu)
-        layers = self.store.layers if self.store else ()
+        recording = self._recording
+        if recording is not None:
+            recording.begin_pass(info, inputs)
+        history = recording.history if recording is not None and inputs.iterations is not None else ()
+        gates = recording is not None and self.manager is None
+        spec = PassSpec(
+            config=self.config,
+            block_length=block_length,
+            spare=spare,
+            uses_cpu=uses_cpu,
+            carrier=self.mover.name if self.mover else "",
+            gates=gates,
+        )
+        layers = self.mover.operands if self.mover else ()
         try:
-            self._pool, cache, outputs = forward_pass(spec, self.trunk, layers, self._pool, cache, inputs)
-            jax.block_until_ready((self._pool, cache, outputs))
+            pool, cache, outputs = forward_pass(spec, self.trunk, layers, self._pool, cache, inputs, history)
+            # Dispatch may be asynchronous: what it returned is ours only if the pass succeeds.
+            self._pool, cache, outputs = jax.block_until_ready((pool, cache, outputs))
         except BaseException:
             self._rebuild_pool()
             raise
         if self.manager is not None:
+            if self.manager.failure is not None and self.mover is not None:
+                self.mover.reset()
             self.manager.raise_failure()
         else:
             self._count_routes(info, outputs.routes)
+        if recording is not None:
+            recording.end_pass(outputs)
         return cache, outputs.hidden
 
     @contextmanager
@@ -148,39 +240,48 @@ class Engine:
         Yields:
           whether this is the first time for this kind of pass and shape.
         """
-        cold = (kind, shape) not in self._warm
-        manager, statistics = self.manager, self.statistics
+        program = kind, shape, self._recording is not None, self.records_hidden
+        statistics = self.statistics
         self.statistics = _resident_statistics(self.config)
-        if manager is not None:
-            manager.idle = True
+        self._set_idle(True)
         try:
-            yield cold
+            yield program not in self._warm
         finally:
             self.statistics = statistics
-            if manager is not None:
-                manager.idle = False
-        self._warm.add((kind, shape))
+            self._set_idle(False)
+        self._warm.add(program)
+
+    def _set_idle(self, idle: bool) -> None:
+        if self.manager is not None:
+            self.manager.idle = idle
+        if self._recording is not None:
+            self._recording.recorder.idle = idle
+
+    def begin_request(self, prompt: Int32[np.ndarray, " P"]) -> None:
+        """A request starts."""
+        if self._recording is not None:
+            self._recording.recorder.begin_request(prompt)
+        if self.manager is not None:
+            self._stage(self.manager.begin_request(prompt))
 
     def begin_block(self) -> None:
         """Some row enters a new block."""
+        if self._recording is not None:
+            self._recording.recorder.begin_block()
         if self.manager is not None:
             self._stage(self.manager.begin_block())
 
     def end_iteration(self, outcome: IterationOutcome) -> None:
         """A pass is over and the decoder has acted."""
+        if self._recording is not None:
+            self._recording.recorder.end_iteration(outcome)
         if self.manager is not None:
             self._stage(self.manager.end_iteration(outcome))
 
-    def _stage(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Carries out the manager's staging, layer by layer, in order within a layer."""
-        if not moves or self.store is None:
-            return
-        width = self.config.num_experts
-        for layer in sorted({layer for layer, _, _ in moves}):
-            mine = [(expert, slot) for at, expert, slot in moves if at == layer]
-            table = np.zeros((2, max(width, len(mine))), np.int32)
-            table[:, : len(mine)] = np.transpose(mine)
-            self._pool = stage_pages(self._pool, self.store.layers[layer], *table, np.int32(len(mine)))
+    def _stage(self, moves: Sequence[Move]) -> None:
+        """Carries out the manager's staging."""
+        if moves and self.mover is not None:
+            self._pool = self.mover.stage(self._pool, moves)
 
     def _count_routes(self, info: PassInfo, routes: Iterable[jax.Array]) -> None:
         """Every page is resident: each activated expert is a hit."""
@@ -190,13 +291,22 @@ class Engine:
             activated = int(np.count_nonzero(np.bincount(used.ravel(), minlength=E)))
             self.statistics.add(info.kind, layer, activated=activated, hits=activated, capacity=E)
 
+    @property
+    def handle(self) -> np.int32:
+        """By which programs find this engine."""
+        return np.int32(0) if self.mover is None else self.mover.handle
+
     def _rebuild_pool(self) -> None:
         """A pass that raised has consumed the donated pool; without a store its pages cannot be had again."""
         if self.manager is None or not any(array.is_deleted() for array in self._pool):
             return
         self.manager.forget()
         slots, hidden = self._pool.gate_up.shape[0], self.config.hidden_size
+        if self.mover is not None:
+            self.mover.reset()
         self._pool = empty_pool(slots, hidden, self.config.moe_intermediate_size, jnp.dtype(self.config.dtype))
+        if self.mover is not None:
+            self.mover.attach(self._pool)
 
     def _check_ids(self, prompts: Sequence[Sequence[int]], decoding: DecodingConfig) -> None:
         V = self.config.vocab_size
@@ -228,7 +338,7 @@ def load_resident(config: ModelConfig, source: WeightSource) -> Engine:
       config: the model; its dtype is what the weights are cast to.
       source: the weights.
     """
-    trunk = _load_trunk(config, source)
+    trunk = load_trunk(config, source)
     L, E, D, F = config.num_moe_layers, config.num_experts, config.hidden_size, config.moe_intermediate_size
     dtype = jnp.dtype(config.dtype)
     pool = empty_pool(L * E, D, F, dtype)
@@ -249,6 +359,7 @@ def load_offloaded(
     spare: int = DEFAULT_SPARE,
     cpu_backend: str | None = None,
     cpu_threads: int | None = None,
+    carrier: str = AUTO,
 ) -> Engine:
     """An engine that pages experts between host and device under a policy.
 
@@ -259,8 +370,9 @@ def load_offloaded(
       spare: slots beyond the capacity that transfers land in.
       cpu_backend: what computes the misses that the policy leaves to the CPU, see `make_cpu_experts`.
       cpu_threads: its worker threads; None: the backend's default.
+      carrier: what brings plans and pages to the device, see `carriers.registry`.
     """
-    trunk = _load_trunk(config, source)
+    trunk = load_trunk(config, source)
     L, E, D, F = config.num_moe_layers, config.num_experts, config.hidden_size, config.moe_intermediate_size
     dtype = jnp.dtype(config.dtype)
     store = allocate_store(L, E, D, F, dtype)
@@ -273,9 +385,10 @@ def load_offloaded(
     page_bytes = config.page_parameters * dtype.itemsize
     manager = CacheManager(policy, spare=spare, page_bytes=page_bytes, cpu_experts=cpu_experts)
     pool = empty_pool(manager.residency.num_slots, D, F, dtype)
-    return Engine(config, trunk, pool=pool, store=store, manager=manager)
+    return Engine(config, trunk, pool=pool, store=store, manager=manager, carrier=carrier)
 
 
-def _load_trunk(config: ModelConfig, source: WeightSource) -> nnx.State[Any, Any]:
+def load_trunk(config: ModelConfig, source: WeightSource) -> nnx.State[Any, Any]:
+    """The trunk's state, on the device."""
     _, state = assemble(config, source.read_trunk(jnp.dtype(config.dtype)))
     return jax.device_put(state, jax.local_devices()[0])

@@ -5,6 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,9 +27,10 @@ from oled_jax.decode.events import Result
 from oled_jax.decoding_options import effective_settings
 from oled_jax.demo import shipped
 from oled_jax.engine import Engine
+from oled_jax.errors import UsageError
 from oled_jax.load import CacheOptions, OpenedModel, RunShape, load_engine, open_model, plan_run
 from oled_jax.machine import use_compilation_cache
-from oled_jax.memory import MemoryPlan
+from oled_jax.memory import MemoryPlan, format_bytes
 from oled_jax.policies.registry import describe_policies, parse_policy
 from oled_jax.prompts import add_prompt_flags, check_prompt_flags, describe_prompt, read_prompt
 from oled_jax.report import (
@@ -40,6 +42,7 @@ from oled_jax.report import (
     statistics_object,
     write_json,
 )
+from oled_jax.traces.files import check_trace_target
 
 NAME = "oled_jax.generate"
 
@@ -60,6 +63,14 @@ def build_parser() -> CommandParser:
         metavar="FILE|-",
         help="write the statistics; with - standard output holds nothing else",
     )
+    parser.add_argument(
+        "--trace", metavar="FILE", help="record what every pass routes, for the locality report and the simulator"
+    )
+    parser.add_argument(
+        "--trace-hidden",
+        action="store_true",
+        help="record as well how similar each layer's input is to those of the eight passes before",
+    )
     return parser
 
 
@@ -76,6 +87,7 @@ def _generate(argv: Sequence[str] | None) -> None:
     cache = cache_options(options)
     check_prompt_flags(options)
     check_json_target(options.stats_json)
+    _check_trace_flags(options)
     model = open_model(options.model, options.dtype)
     if model.shipped:
         note(shipped.NOTICE)
@@ -93,13 +105,45 @@ def _generate(argv: Sequence[str] | None) -> None:
         note(engine.cpu_experts.description)
         for sentence in engine.cpu_experts.notes:
             note(f"note: {sentence}")
-    (result,) = engine.generate([prompt], decoding)
+    settings = _settings(options, model, cache, decoding, shape, plan) | _engine_settings(engine)
+    with _recording(options, engine, model, decoding, settings):
+        (result,) = engine.generate([prompt], decoding)
     if policy is not None:
         for sentence in policy.notes:
             note(f"policy {policy.name}: {sentence}")
     request = Request(prompt_tokens=len(prompt), result=result, text=_text(model, result))
-    settings = _settings(options, model, cache, decoding, shape, plan) | _cpu_settings(engine)
     _report(options, engine, model, cache, settings, request)
+
+
+def _check_trace_flags(options: argparse.Namespace) -> None:
+    if options.trace is None:
+        if options.trace_hidden:
+            raise UsageError("--trace-hidden has no effect without --trace FILE")
+        return
+    if options.trace == STDOUT:
+        raise UsageError("--trace -: a trace is a file of its own, give it a name")
+    if options.stats_json is not None and Path(options.trace).resolve() == Path(options.stats_json).resolve():
+        raise UsageError("--trace and --stats-json name the same file: give two")
+    check_trace_target(Path(options.trace))
+
+
+@contextmanager
+def _recording(
+    options: argparse.Namespace,
+    engine: Engine,
+    model: OpenedModel,
+    decoding: DecodingConfig,
+    settings: dict[str, Any],
+) -> Iterator[None]:
+    """Records what the engine does inside, if the user asked for it."""
+    if options.trace is None:
+        yield
+        return
+    with engine.record(
+        options.trace, decoding, hidden=options.trace_hidden, model=model.label, settings=settings
+    ) as trace:
+        yield
+    note(f"trace: {trace.num_passes} passes, {format_bytes(trace.num_bytes)}, in {options.trace}")
 
 
 def _prompt(options: argparse.Namespace, model: OpenedModel) -> list[int]:
@@ -161,10 +205,14 @@ def _settings(
     }
 
 
-def _cpu_settings(engine: Engine) -> dict[str, Any]:
-    """The CPU backend that was chosen; null where every miss is transferred."""
-    cpu = engine.cpu_experts
-    return {"cpu_experts": cpu.name if cpu else None, "cpu_threads": cpu.threads if cpu else None}
+def _engine_settings(engine: Engine) -> dict[str, Any]:
+    """The carrier and the CPU backend that were chosen; null where every page is resident or every miss transferred."""
+    cpu, mover = engine.cpu_experts, engine.mover
+    return {
+        "carrier": mover.name if mover else None,
+        "cpu_experts": cpu.name if cpu else None,
+        "cpu_threads": cpu.threads if cpu else None,
+    }
 
 
 def _report(

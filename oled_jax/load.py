@@ -18,12 +18,15 @@ from oled_jax.cost.lookup import profile_for
 from oled_jax.cost.measure import profile_key
 from oled_jax.cost.profile import UNMEASURED
 from oled_jax.demo.shipped import LABEL, demo_model_dir
-from oled_jax.engine import DEFAULT_SPARE, Engine, WeightSource, load_offloaded, load_resident
+from oled_jax.engine import Engine, WeightSource, load_offloaded, load_resident
 from oled_jax.errors import UsageError
 from oled_jax.machine import device_free_bytes, host_free_bytes, is_unified, prepare_runtime
 from oled_jax.memory import MemoryPlan, page_bytes, plan_memory
 from oled_jax.models.registry import Family, family_named
+from oled_jax.offload.carriers.registry import AUTO as CARRIER_AUTO
+from oled_jax.offload.carriers.registry import choose
 from oled_jax.offload.cpu_experts.registry import AUTO
+from oled_jax.offload.residency import DEFAULT_SPARE
 from oled_jax.policies.base import Policy, PolicyContext
 from oled_jax.policies.registry import POLICIES, make_policy, parse_policy
 from oled_jax.session import kv_capacity, prefill_chunk
@@ -93,10 +96,11 @@ class CacheOptions:
     capacity: experts per MoE layer; None: as many as fit. all_resident: the user said "all". gigabytes: a
     size of the pool instead. cpu_experts: backend for misses left to the CPU, "off", or None for the
     default: "auto" where a policy can use it and the device is not the CPU itself, or where the policy
-    needs one.
+    needs one. carrier: see `offload.carriers.registry`; None: the user said nothing.
     """
 
     policy: str
+    carrier: str | None = None
     cpu_experts: str | None = None
     cpu_threads: int | None = None
     capacity: int | None = None
@@ -123,6 +127,7 @@ class CacheOptions:
         gigabytes: float | None,
         cpu_experts: str | None = None,
         cpu_threads: int | None = None,
+        carrier: str | None = None,
     ) -> "CacheOptions":
         """From the flags' words. Raises UsageError for contradictions and impossible values."""
         entry = POLICIES[parse_policy(policy)[0]]
@@ -144,6 +149,8 @@ class CacheOptions:
             raise UsageError("--policy all keeps every expert resident: leave out the size of the expert cache")
         if entry.is_reference and (cpu_experts is not None or cpu_threads is not None):
             raise UsageError("--cpu-experts and --cpu-threads have no effect with --policy all: nothing misses")
+        if entry.is_reference and carrier is not None:
+            raise UsageError("--carrier has no effect with --policy all: nothing moves")
         if cpu_threads is not None and cpu_experts == CPU_OFF:
             raise UsageError("--cpu-threads has no effect with --cpu-experts off")
         return cls(
@@ -153,6 +160,7 @@ class CacheOptions:
             gigabytes=gigabytes,
             cpu_experts=cpu_experts,
             cpu_threads=cpu_threads,
+            carrier=carrier,
         )
 
     def slots(self, config: ModelConfig, spare: int) -> int | None:
@@ -244,17 +252,20 @@ def load_engine(
     Args:
       plan: of `plan_run`.
       progress: called with the number of each MoE layer that was loaded.
-      notify: told in a sentence where the hardware profile comes from.
+      notify: told in a sentence which carrier runs, and where the hardware profile comes from.
 
     Returns:
       the engine; and its policy, None if every page is resident for good.
 
     Raises:
-      UsageError: the policy or the CPU backend cannot be built here, or the weights cannot be used.
+      UsageError: the policy, the carrier or the CPU backend cannot be had here, or the weights cannot be used.
     """
     weights = model.weights if progress is None else _Watched(model.weights, progress)
     if plan.resident:
         return load_resident(model.config, weights), None
+    carrier, why = choose(cache.carrier or CARRIER_AUTO)
+    if notify is not None:
+        notify(f"carrier: {carrier} ({why})")
     backend = cache.cpu_backend(jax.local_devices()[0])
     context = PolicyContext(
         num_layers=model.config.num_moe_layers,
@@ -270,8 +281,8 @@ def load_engine(
             f"--cpu-experts and --cpu-threads have no effect: policy {cache.policy!r} transfers every miss"
         )
     if backend is None or not policy.uses_cpu:
-        return load_offloaded(model.config, weights, policy, spare=plan.spare), policy
-    profile = profile_for(profile_key(model.config, backend, cache.cpu_threads), notify)
+        return load_offloaded(model.config, weights, policy, spare=plan.spare, carrier=carrier), policy
+    profile = profile_for(profile_key(model.config, backend, cache.cpu_threads, carrier), notify)
     policy = make_policy(cache.policy, dataclasses.replace(context, costs=profile.costs))
     engine = load_offloaded(
         model.config,
@@ -280,6 +291,7 @@ def load_engine(
         spare=plan.spare,
         cpu_backend=profile.backend,
         cpu_threads=profile.key.threads,
+        carrier=carrier,
     )
     if engine.cpu_experts is not None and backend == AUTO:
         engine.cpu_experts.description = profile.description  # why this one is the fastest

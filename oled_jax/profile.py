@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import oled_jax
-from oled_jax.cli import CommandParser, note, run_command, whole_number
+from oled_jax.cli import CommandParser, add_carrier_flag, note, run_command, whole_number
 from oled_jax.config import DTYPES, ModelConfig
 from oled_jax.cost.cache import save_profile
 from oled_jax.cost.measure import measure_full, profile_key
@@ -52,6 +52,7 @@ def build_parser() -> CommandParser:
         metavar="N",
         help="its worker threads (default: physical cores minus two, at most half of the CPUs)",
     )
+    add_carrier_flag(parser)
     parser.add_argument("--json", metavar="FILE|-", help="write the profile; with - standard output holds nothing else")
     return parser
 
@@ -66,7 +67,7 @@ def _profile(argv: Sequence[str] | None) -> None:
     check_json_target(options.json)
     config = _config(options)
     use_compilation_cache()
-    profile = measure_full(profile_key(config, options.cpu_experts, options.cpu_threads), note)
+    profile = measure_full(profile_key(config, options.cpu_experts, options.cpu_threads, options.carrier or AUTO), note)
     if options.json != STDOUT:
         print(profile_table(profile), flush=True)
     if options.json is not None:

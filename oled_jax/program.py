@@ -20,10 +20,11 @@ from oled_jax.models.kv_cache import KVCache
 from oled_jax.models.llada2 import block_mask
 from oled_jax.models.moe import Experts
 from oled_jax.models.registry import family_named
-from oled_jax.offload.carriers.portable import PortableCarrier
-from oled_jax.offload.layer import ExpertCarry, OffloadedExperts, ResidentExperts
+from oled_jax.offload.carriers.registry import make_carrier
+from oled_jax.offload.layer import ExpertCarry, OffloadedExperts, ReplayedExperts, ResidentExperts
+from oled_jax.offload.observed import Comparison, History, ObservedCarry, ObservedExperts
 from oled_jax.offload.plan import PlanLayout
-from oled_jax.offload.pool import Pool, fetch
+from oled_jax.offload.pool import Pool
 from oled_jax.ops.grouping import ItemShape
 
 
@@ -42,33 +43,55 @@ class Sampling:
 class PassSpec:
     """Everything static about a pass.
 
-    spare: spare slots of the pool, None if every page is resident. uses_cpu: experts may be computed on the CPU.
+    spare: spare slots of the pool, None if every page is resident. carrier: its name, if not. uses_cpu: experts may
+    be computed on the CPU. gates: they are outputs, too.
     """
 
     config: ModelConfig
     block_length: int
     spare: int | None
     uses_cpu: bool
+    carrier: str = ""
+    gates: bool = False
 
 
 class PassInputs(NamedTuple):
-    """One chunk of T positions per row. token_mask: False for padding and finished rows, which never route."""
+    """One chunk of T positions per row. token_mask: False for padding and finished rows, which never route.
+
+    iterations: see `Comparison`; None if layer inputs are not compared. routes: experts that take the place of the
+    router's choice, for benches that replay a trace through a model of random weights; None: the router chooses.
+    """
 
     tokens: Int32[Array, "B T"]
     starts: Int32[Array, " B"]
     token_mask: Bool[Array, "B T"]
     sequence_length: Int32[Array, ""]
     manager: Int32[Array, ""]
+    iterations: Int32[Array, " B"] | None = None
+    routes: Int32[Array, "L N K"] | None = None
+
+    @classmethod
+    def of(cls, **arrays: Any) -> "PassInputs":
+        """From NumPy arrays: the dispatch of a program copies them to the device faster than one by one before it."""
+        return cls(**arrays)
 
 
 class PassOutputs(NamedTuple):
-    """routes: expert ids per MoE layer; empty unless every page is resident (else the manager has seen them)."""
+    """What a pass leaves besides pool and cache.
+
+    routes: expert ids per MoE layer; empty unless every page is resident (else the manager has seen them).
+    gates: the same for gates; empty unless `PassSpec.gates`. history, cosine: of `observed.compare`; empty if layer
+    inputs are not compared.
+    """
 
     hidden: Array
     routes: tuple[Int[Array, "N K"], ...]
+    gates: tuple[Float32[Array, "N K"], ...]
+    history: History
+    cosine: tuple[Float32[Array, " G"], ...]
 
 
-@functools.partial(jax.jit, static_argnames="spec", donate_argnames=("pool", "cache"))
+@functools.partial(jax.jit, static_argnames="spec", donate_argnames=("pool", "cache", "history"))
 def forward_pass(
     spec: PassSpec,
     trunk: nnx.State[Any, Any],
@@ -76,15 +99,17 @@ def forward_pass(
     pool: Pool,
     cache: KVCache,
     inputs: PassInputs,
+    history: History = (),
 ) -> tuple[Pool, KVCache, PassOutputs]:
-    """One pass through the trunk. Pool and cache are donated and updated in place.
+    """One pass through the trunk. Pool, cache and history are donated and updated in place.
 
     Args:
       trunk: the model's NNX state.
       store: pages of each MoE layer in host memory; empty if every page is resident.
+      history: earlier layer inputs, if `inputs.iterations` says how to compare them.
 
     Returns:
-      pool, cache, and the hidden states [B, T, D] after the final norm.
+      pool, cache, and the rest, with the hidden states [B, T, D] after the final norm.
     """
     config = spec.config
     model = nnx.merge(graph_definition(config), trunk)
@@ -96,14 +121,26 @@ def forward_pass(
     if spec.spare is None:
         experts = ResidentExperts(items, inputs.token_mask.ravel())
     else:
-        carrier = PortableCarrier(inputs.manager, store, uses_cpu=spec.uses_cpu)
+        carrier = make_carrier(spec.carrier, inputs.manager, store, uses_cpu=spec.uses_cpu)
         layout = PlanLayout(items=items, spare=spec.spare)
-        experts = OffloadedExperts(carrier, layout, num_layers=config.num_moe_layers)
-    carry = ExpertCarry.start(pool, items)
+        experts = OffloadedExperts(carrier, layout)
+    if inputs.routes is not None:
+        experts = ReplayedExperts(experts, inputs.routes)
+    comparison = None
+    if inputs.iterations is not None:
+        comparison = Comparison(history, inputs.iterations, inputs.token_mask)
+    observed, carry = ObservedExperts(experts, comparison), ObservedCarry(ExpertCarry.start(pool, items))
     hidden, cache, carry = model(
-        inputs.tokens, positions, mask, cache, inputs.starts, experts, carry, inputs.sequence_length
+        inputs.tokens, positions, mask, cache, inputs.starts, observed, carry, inputs.sequence_length
     )
-    return carry.pool, cache, PassOutputs(hidden=hidden, routes=carry.routes)
+    outputs = PassOutputs(
+        hidden=hidden,
+        routes=carry.experts.routes,
+        gates=carry.gates if spec.gates else (),
+        history=carry.history,
+        cosine=carry.cosine,
+    )
+    return carry.experts.pool, cache, outputs
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling"))
@@ -132,14 +169,6 @@ def sample(
 def head_logits(config: ModelConfig, trunk: nnx.State[Any, Any], hidden: Array) -> Float32[Array, "B T V"]:
     """Logits of hidden states that `forward_pass` returned."""
     return nnx.merge(graph_definition(config), trunk).logits(hidden)
-
-
-@functools.partial(jax.jit, donate_argnames="pool")
-def stage_pages(
-    pool: Pool, pages: Pool, experts: Int32[Array, " M"], slots: Int32[Array, " M"], count: Int32[Array, ""]
-) -> Pool:
-    """Copies pages of one layer into their slots, between passes."""
-    return fetch(pool, pages, experts, slots, jnp.zeros_like(count), count)
 
 
 @functools.partial(jax.jit, donate_argnames="pool")

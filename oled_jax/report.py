@@ -5,6 +5,7 @@ A field that does not apply is None, never invented. tests/test_report.py holds 
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,14 +19,10 @@ from oled_jax.engine import Engine
 from oled_jax.errors import UsageError
 from oled_jax.machine import describe_machine, device_peak_bytes, host_peak_bytes
 from oled_jax.memory import format_bytes
+from oled_jax.offload.statistics import GROUPS, cache_figures
 from oled_jax.passes import PassKind
 
 STDOUT = "-"
-GROUPS = {
-    "cache": (PassKind.DENOISE, PassKind.EDIT),
-    "cache_prefill": (PassKind.PREFILL,),
-    "cache_commit": (PassKind.COMMIT,),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,16 +86,9 @@ def cache_object(engine: Engine, policy: str, kinds: Sequence[PassKind], tokens:
       policy: its specification.
       tokens: generated ones, for `bytes_per_token`; prefill serves the prompt, so there it does not apply.
     """
-    summary = dataclasses.asdict(engine.statistics.summary(*kinds))
-    capacities = layer_capacities(engine)
-    per_token = tokens > 0 and PassKind.PREFILL not in kinds
-    return {
-        "policy": policy,
-        "capacity": sum(capacities) / len(capacities) if capacities else None,
-        "capacities": capacities,
-        **summary,
-        "bytes_per_token": summary["bytes_h2d"] / tokens if per_token else None,
-    }
+    return cache_figures(
+        engine.statistics, policy=policy, capacities=layer_capacities(engine), kinds=kinds, tokens=tokens
+    )
 
 
 def layer_capacities(engine: Engine) -> list[int]:
@@ -148,16 +138,27 @@ def check_json_target(target: str | None) -> None:
 
 
 def write_json(value: Mapping[str, Any], target: str) -> None:
-    """Writes one object, indented, to a file or to standard output (`-`). Strict JSON: NaN is a defect.
+    """Writes one object, indented, as `write_text` does. Strict JSON: NaN is a defect."""
+    write_text(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n", target)
+
+
+def write_text(text: str, target: str) -> None:
+    """Writes to standard output (`-`), or a whole file at once.
 
     Raises:
       UsageError: the file cannot be written.
     """
-    text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
     if target == STDOUT:
         sys.stdout.write(text)
         return
+    path = Path(os.path.realpath(target))  # a link is kept, and what it points to replaced
+    in_place = path.exists() and not path.is_file()  # a device or a pipe
+    unfinished = path if in_place else path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        Path(target).write_text(text, encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
+        if not in_place:
+            os.replace(unfinished, path)
     except OSError as error:
+        if not in_place:
+            unfinished.unlink(missing_ok=True)
         raise UsageError(f"{target} cannot be written: {error.strerror}") from error

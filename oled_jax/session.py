@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int32
 
@@ -42,7 +41,7 @@ def kv_capacity(prompt_lengths: Sequence[int], decoding: DecodingConfig) -> int:
     canvas = math.ceil((longest + decoding.gen_length) / L) * L
     chunk = prefill_chunk(longest, L)
     needed = max(canvas, math.ceil(longest // L * L / chunk) * chunk, L)
-    step = max(64, 1 << (needed.bit_length() - 3))
+    step = max(64, 1 << max(0, needed.bit_length() - 3))
     return math.ceil(needed / step) * step
 
 
@@ -74,6 +73,7 @@ class Session:
         self._pass_index = 0
         self._starts = np.full(len(prompts), -1, np.int32)
         self._confidence = np.ones((len(prompts), decoding.block_length), np.float32)
+        self._iterations = np.zeros(len(prompts), np.int32)  # denoise and edit passes so far over each row's block
         self._warm_up(max(lengths, default=0) // decoding.block_length * decoding.block_length)
 
     def _warm_up(self, prefill_length: int) -> None:
@@ -86,7 +86,8 @@ class Session:
             shape = (width, L, self._cache.capacity, B, self._sampling)
             with self._engine.warm_up(kind, shape) as cold:
                 if cold:
-                    hidden = self._run(kind, tokens, starts, nothing, np.ones((B, width), np.float32))
+                    iterations = np.full(B, -1, np.int32) if kind is PassKind.DENOISE else None
+                    hidden = self._run(kind, tokens, starts, nothing, np.ones((B, width), np.float32), iterations)
                     if kind is PassKind.DENOISE:
                         jax.block_until_ready(self._sample(hidden, 0))
 
@@ -125,13 +126,16 @@ class Session:
         entered = active & (starts != self._starts)
         if entered.any():
             self._confidence[entered] = 1.0
+            self._iterations[entered] = 0
             self._starts = np.where(active, starts, self._starts)
             self._engine.begin_block()
         mask = np.broadcast_to(active[:, None], tokens.shape)
-        hidden = self._run(kind, tokens, starts, mask, self._confidence)
+        compared = active & ~commit
+        hidden = self._run(kind, tokens, starts, mask, self._confidence, np.where(compared, self._iterations, -1))
+        self._iterations += compared
         pass_index = self._pass_index
         self._pass_index += 1
-        if not (active & ~commit).any():
+        if not compared.any():
             return None
         predicted = self._sample(hidden, pass_index)
         return Prediction(*(np.asarray(array) for array in jax.device_get(predicted)))
@@ -160,6 +164,7 @@ class Session:
         starts: Int32[np.ndarray, " B"],
         token_mask: Bool[np.ndarray, "B T"],
         confidence: np.ndarray,
+        iterations: np.ndarray | None = None,
     ) -> jax.Array:
         info = PassInfo(
             kind=kind,
@@ -168,12 +173,13 @@ class Session:
             token_mask=token_mask.ravel(),
             confidence=confidence.ravel(),
         )
-        inputs = PassInputs(
-            tokens=jnp.asarray(tokens),
-            starts=jnp.asarray(starts),
-            token_mask=jnp.asarray(token_mask),
-            sequence_length=jnp.asarray(self._sequence_length),
-            manager=jnp.asarray(self._engine.handle),
+        inputs = PassInputs.of(
+            tokens=tokens,
+            starts=starts,
+            token_mask=token_mask,
+            sequence_length=self._sequence_length,
+            manager=self._engine.handle,
+            iterations=iterations if self._engine.records_hidden else None,
         )
         self._cache, hidden = self._engine.run_pass(info, inputs, self._cache, self._decoding.block_length)
         return hidden

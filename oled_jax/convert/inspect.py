@@ -7,9 +7,9 @@ import jax
 from oled_jax.config import DecodingConfig
 from oled_jax.convert.checkpoint import ConvertedCheckpoint
 from oled_jax.convert.weights import StoredWeights
-from oled_jax.engine import DEFAULT_SPARE
 from oled_jax.machine import device_free_bytes, host_free_bytes, is_unified
 from oled_jax.memory import MARGIN, MemoryPlan, format_bytes, page_bytes, plan_memory, trunk_bytes
+from oled_jax.offload.residency import DEFAULT_SPARE
 from oled_jax.session import kv_capacity, prefill_chunk
 
 PROMPT_LENGTH = 512  # what the table assumes; decoding as `DecodingConfig` has it

@@ -22,7 +22,7 @@ def profile_path(key: ProfileKey) -> Path:
 
     words = json.dumps(dataclasses.asdict(key), sort_keys=True)
     digest = hashlib.sha256(words.encode()).hexdigest()[:12]
-    shape = f"{key.hidden}x{key.width}-{key.dtype}-{key.backend}-{key.threads}"
+    shape = f"{key.hidden}x{key.width}-{key.dtype}-{key.carrier}-{key.backend}-{key.threads}"
     device = re.sub(r"[^a-z0-9]+", "-", key.device.lower()).strip("-")
     return Path(platformdirs.user_cache_dir("oled_jax")) / DIRECTORY / f"{device}-{shape}-{digest}.json"
 

@@ -26,6 +26,7 @@ from oled_jax.cost.probes import (
     transfers_alone,
 )
 from oled_jax.cost.profile import CpuLine, CpuTime, FfnTime, Figures, HardwareProfile, ProfileKey
+from oled_jax.offload.carriers.registry import AUTO, choose
 from oled_jax.offload.cpu_experts import default_threads, make_cpu_experts
 from oled_jax.offload.cpu_experts.registry import physical_cores
 from oled_jax.offload.pool import empty_pool
@@ -51,13 +52,17 @@ QUICK = Budget(transfer_s=0.1, cpu_alone_s=None, together_s=0.8)
 FULL = Budget(transfer_s=1.0, cpu_alone_s=2.0, together_s=3.0)
 
 
-def profile_key(config: ModelConfig, backend: str, threads: int | None) -> ProfileKey:
+def profile_key(config: ModelConfig, backend: str, threads: int | None, carrier: str = AUTO) -> ProfileKey:
     """What a profile on this machine depends on. Starts JAX's backend.
 
     Args:
       config: gives the page's size and dtype.
       backend: of the CPU experts, "auto" included.
       threads: its worker threads; None: the default.
+      carrier: moves the pages, see `carriers.registry`.
+
+    Raises:
+      UsageError: the carrier cannot run here.
     """
     device = jax.local_devices()[0]
     return ProfileKey(
@@ -68,6 +73,7 @@ def profile_key(config: ModelConfig, backend: str, threads: int | None) -> Profi
         hidden=config.hidden_size,
         width=config.moe_intermediate_size,
         dtype=config.dtype,
+        carrier=choose(carrier)[0],
         backend=backend,
         threads=default_threads() if threads is None else threads,
         jax=jax.__version__,

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from oled_jax.cost.profile import CpuTime, FfnTime, ProfileKey
+from oled_jax.offload.carriers.registry import make_mover
 from oled_jax.offload.cpu_experts import CpuExperts, CpuWork
 from oled_jax.offload.pool import Pool, empty_pool
 from oled_jax.offload.store import allocate_store
 from oled_jax.ops.grouped_ffn import grouped_ffn
 from oled_jax.ops.grouping import ItemShape
-from oled_jax.program import stage_pages
 
 STORE_BYTES, STORE_PAGES = 10**9, (8, 512)  # more than the caches of most hosts, so that pages come from memory
 POOL_BYTES, POOL_PAGES = 512 * 10**6, (4, 32)  # moved by one call, as many as a layer misses
@@ -43,26 +43,26 @@ class Scratch:
         for view in self.views:
             view.reshape(-1).view(np.uint8).fill(0)
         self.pool = empty_pool(slots, key.hidden, key.width, jnp.dtype(key.dtype))
+        self._mover = make_mover(key.carrier, self.store)
+        self._mover.attach(self.pool)
         starts = range(0, pages, slots)
-        self._experts = [jnp.asarray((start + np.arange(slots)) % pages, jnp.int32) for start in starts]
-        self._slots = jnp.arange(slots, dtype=jnp.int32)
+        self._moves = [[(0, (start + slot) % pages, slot) for slot in range(slots)] for start in starts]
         self._calls = len(starts) // 2  # half a turn away from where the CPU begins
         self.pages_per_call = 1
 
     def transfer(self) -> float:
         """Moves the next `pages_per_call` pages to the device in one call; microseconds a page."""
-        experts = self._experts[self._calls % len(self._experts)]
+        moves = self._moves[self._calls % len(self._moves)][: self.pages_per_call]
         self._calls += 1
-        count = np.int32(self.pages_per_call)
         started = time.perf_counter()
-        self.pool = stage_pages(self.pool, self.store.layers[0], experts, self._slots, count)
-        jax.block_until_ready(self.pool)
+        self.pool = self._mover.stage(self.pool, moves)
+        self._mover.drain(self.pool)
         return _elapsed_us(started) / self.pages_per_call
 
     def warm_up(self, budget_s: float) -> None:
         """Compiles, and chooses `pages_per_call`: a pool of pages, fewer where that would take most of the budget."""
         self.transfer()
-        slots = len(self._slots)
+        slots = len(self._moves[0])
         self.pages_per_call = min(slots, 4)
         self.pages_per_call = _within(int(budget_s * 1e6 / 4 / self.transfer()), 1, slots)
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-FORMAT = 1  # of the JSON object; a file of another one is measured anew
+FORMAT = 2  # of the JSON object; a file of another one is measured anew
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,7 @@ class ProfileKey:
       platform, device: JAX's names of the accelerator.
       cpu, cpus: the host's processor, and how many logical CPUs this process may use.
       hidden, width, dtype: D, F and dtype of a page.
+      carrier: moves the pages.
       backend: of the CPU experts, as asked for; "auto" stands for the fastest.
       threads: its worker threads.
       jax, numba: versions of what computes; None: not installed.
@@ -52,6 +53,7 @@ class ProfileKey:
     hidden: int
     width: int
     dtype: str
+    carrier: str
     backend: str
     threads: int
     jax: str

@@ -3,18 +3,18 @@
 Both run `ops.grouped_ffn` over a pool; they differ in who says which slot holds which page.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int32
 
-from oled_jax.models.moe import combine
+from oled_jax.models.moe import Experts, combine
 from oled_jax.offload.carriers.base import Carrier
 from oled_jax.offload.plan import PlanLayout
 from oled_jax.offload.pool import Pool
+from oled_jax.ops.expert_items import expert_items
 from oled_jax.ops.grouped_ffn import grouped_ffn, item_rows, pair_rows
-from oled_jax.ops.grouping import ItemShape, group_pairs
+from oled_jax.ops.grouping import ItemShape
 
 
 class ExpertCarry(NamedTuple):
@@ -41,13 +41,11 @@ class OffloadedExperts:
     Args:
       carrier: asks the manager and moves pages.
       layout: of this pass's plans.
-      num_layers: MoE layers of the model.
     """
 
-    def __init__(self, carrier: Carrier, layout: PlanLayout, *, num_layers: int) -> None:
+    def __init__(self, carrier: Carrier, layout: PlanLayout) -> None:
         self.carrier = carrier
         self.layout = layout
-        self.num_layers = num_layers
 
     def __call__(
         self,
@@ -58,32 +56,16 @@ class OffloadedExperts:
         carry: ExpertCarry,
     ) -> tuple[Float[Array, "N D"], ExpertCarry]:
         """The combined rows of the routed experts, and the carry after this layer's transfers."""
-        plan = self.carrier.route(layer, x, ids, gates, self.layout)
         items = self.layout.items
+        pool, plan = self.carrier.route(layer, x, ids, gates, carry.pool, self.layout)
         rows = item_rows(x, plan["pair_row"], items)
 
-        def one_round(index: Int[Array, ""], state: tuple[Pool, Array]) -> tuple[Pool, Array]:
-            pool, out = state
-            previous = jnp.maximum(index - 1, 0)
-            first_transfer = jnp.where(index > 0, plan["transfer_end"][previous], 0)
-            first_item = jnp.where(index > 0, plan["item_end"][previous], 0)
-            moves = (
-                plan["transfer_expert"],
-                plan["transfer_slot"],
-                first_transfer,
-                plan["transfer_end"][index],
-            )
-            pool = self.carrier.fetch(layer, pool, *moves)
-            bounds = first_item, plan["item_end"][index]
-            return pool, grouped_ffn(rows, plan["item_slot"], bounds, *pool, out)
+        def compute(first: Int[Array, ""], end: Int[Array, ""], pool: Pool, out: Array) -> Array:
+            return grouped_ffn(rows, plan["item_slot"], (first, end), *pool, out)
 
-        pool, out = jax.lax.fori_loop(0, plan["num_rounds"][0], one_round, (carry.pool, carry.out))
-        if layer + 1 < self.num_layers:
-            count = plan["prefetch_count"][0]
-            moves = plan["prefetch_expert"], plan["prefetch_slot"], jnp.zeros_like(count), count
-            pool = self.carrier.fetch(layer + 1, pool, *moves)
+        pool, out = self.carrier.carry_out(layer, plan, pool, carry.out, compute)
         total = combine(pair_rows(out, plan["pair_row"], items), gates)
-        total = self.carrier.add_cpu_share(layer, plan["cpu_pairs"][0], total)
+        total = self.carrier.add_cpu_share(layer, plan, pool, total)
         return total.astype(x.dtype), carry._replace(pool=pool, out=out)
 
 
@@ -110,10 +92,33 @@ class ResidentExperts:
         """The combined rows of the routed experts, and the carry with this layer's routes."""
         E = self.items.num_experts
         keys = jnp.where(self.token_mask[:, None], ids, E).ravel()
-        pair_row, counts = group_pairs(keys, E, self.items, jnp)
-        slots = layer * E + jnp.repeat(jnp.arange(E), counts, total_repeat_length=self.items.max_items)
-        bounds = jnp.zeros_like(counts[0]), counts.sum()
+        pair_row, experts, count = expert_items(keys, self.items)
+        slots, bounds = layer * E + experts, (jnp.zeros_like(count), count)
         rows = item_rows(x, pair_row, self.items)
         out = grouped_ffn(rows, slots, bounds, *carry.pool, carry.out)
         total = combine(pair_rows(out, pair_row, self.items), gates)
         return total.astype(x.dtype), carry._replace(out=out, routes=(*carry.routes, ids))
+
+
+class ReplayedExperts:
+    """Experts that are called with recorded routes. The gates stay the router's: they cost what gates cost.
+
+    Args:
+      experts: compute the layers.
+      routes: expert ids for every MoE layer of this pass.
+    """
+
+    def __init__(self, experts: Experts, routes: Int32[Array, "L N K"]) -> None:
+        self.experts = experts
+        self.routes = routes
+
+    def __call__(
+        self,
+        layer: int,
+        x: Float[Array, "N D"],
+        ids: Int[Array, "N K"],
+        gates: Float[Array, "N K"],
+        carry: Any,
+    ) -> tuple[Float[Array, "N D"], Any]:
+        """What the wrapped experts give for the recorded routes."""
+        return self.experts(layer, x, self.routes[layer], gates, carry)

@@ -7,15 +7,17 @@ the engine waits for a pass before it goes on; so there is no lock.
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int
+from jaxtyping import Bool, Float32, Int, Int32
 
+from oled_jax import native
 from oled_jax.errors import PolicyError
 from oled_jax.offload.cpu_experts.base import CpuExperts, CpuWork
 from oled_jax.offload.plan import MAX_PREFETCHES, PlanLayout
 from oled_jax.offload.residency import Residency
-from oled_jax.offload.schedule import schedule
+from oled_jax.offload.schedule import Move, PlacedLayer, place, write_plan
 from oled_jax.offload.statistics import CacheStatistics
 from oled_jax.ops.grouping import ItemShape
 from oled_jax.passes import PassKind
@@ -28,8 +30,22 @@ from oled_jax.policies.base import (
     Policy,
     top_scored,
 )
+from oled_jax.traces.record import TraceRecorder
 
-Move = tuple[int, int, int]  # layer, expert, slot
+NOT_THE_MISSES, KEEPS_ABSENT, KEEPS_TOO_MANY = 1, 2, 3  # faults of a decision
+
+
+class _PassBuffers(NamedTuple):
+    """What passes of one size are planned in.
+
+    expert_ids, gates: of the layer that is being planned. plans: one per layer, since the device may read it until the
+    pass is over.
+    """
+
+    layout: PlanLayout
+    expert_ids: Int32[np.ndarray, "N K"]
+    gates: Float32[np.ndarray, "N K"]
+    plans: list[Int32[np.ndarray, " size"]]
 
 
 class CacheManager:
@@ -52,31 +68,38 @@ class CacheManager:
         self.statistics = CacheStatistics(**shape, page_bytes=page_bytes)
         self.failure: BaseException | None = None
         self.idle = False  # passes run, but nothing is planned or counted
-        self._layouts: dict[int, PlanLayout] = {}
-        self._plans: dict[tuple[int, int], tuple[np.ndarray, dict[str, np.ndarray]]] = {}
+        self.overlapping = False  # set by the engine: the carrier moves pages beside the arithmetic
+        self.recorder: TraceRecorder | None = None  # is told what was routed; the rest it hears from the engine
+        self._buffers: dict[int, _PassBuffers] = {}
+        self._loads = np.zeros(context.num_experts, np.int64)  # of the layer that is being planned
         self._info: PassInfo | None = None
         self._pass_number = 0
         self._planning_us = 0.0
         self._wanted: dict[int, list[PageRequest]] = {}
-        self._ahead = np.zeros((context.num_layers, context.num_experts), bool)
 
     def layout(self, num_tokens: int) -> PlanLayout:
         """The plan layout of a pass over this many tokens (batch rows x positions)."""
-        if num_tokens not in self._layouts:
+        return self._buffers_for(num_tokens).layout
+
+    def _buffers_for(self, num_tokens: int) -> _PassBuffers:
+        if num_tokens not in self._buffers:
             context = self.policy.context
-            items = ItemShape(num_tokens=num_tokens, top_k=context.top_k, num_experts=context.num_experts)
-            self._layouts[num_tokens] = PlanLayout(items=items, spare=self.spare)
-        return self._layouts[num_tokens]
+            N, K = num_tokens, context.top_k
+            items = ItemShape(num_tokens=N, top_k=K, num_experts=context.num_experts)
+            layout = PlanLayout(items=items, spare=self.spare)
+            plans = [layout.empty() for _ in range(context.num_layers)]
+            self._buffers[N] = _PassBuffers(layout, np.zeros((N, K), np.int32), np.zeros((N, K), np.float32), plans)
+        return self._buffers[num_tokens]
 
     # Between passes
 
     def begin_request(self, prompt_ids: Int[np.ndarray, " P"]) -> list[Move]:
         """A request starts. Returns pages to stage now."""
-        return self._stage(self.policy.begin_request(prompt_ids))
+        return self._stage(self.policy.begin_request(prompt_ids), PassKind.PREFILL)
 
     def begin_block(self) -> list[Move]:
         """A block starts. Returns pages to stage now."""
-        return self._stage(self.policy.begin_block())
+        return self._stage(self.policy.begin_block(), PassKind.DENOISE)
 
     def begin_pass(self, info: PassInfo) -> None:
         """A forward pass starts."""
@@ -92,7 +115,7 @@ class CacheManager:
         start = time.perf_counter()
         requests = self.policy.end_iteration(outcome)
         self._shrink()
-        staged = self._stage(requests)
+        staged = self._stage(requests, outcome.kind)
         total = self._planning_us + (time.perf_counter() - start) * 1e6
         parts = dict(self.policy.clock.micros)
         self.policy.clock.micros = dict.fromkeys(parts, 0.0)
@@ -118,7 +141,6 @@ class CacheManager:
         self.policy.forget_residents()
         self.statistics.forget()
         self._wanted.clear()
-        self._ahead[:] = False
 
     # During a pass
 
@@ -136,16 +158,16 @@ class CacheManager:
           the plan (`PlanLayout`). It does nothing once an exception was kept in `failure`.
         """
         start = time.perf_counter()
-        layout = self.layout(packed.shape[0])
+        buffers = self._buffers_for(packed.shape[0])
         if self.failure is not None or self.idle:
-            return layout.empty()
+            return buffers.layout.empty()
         try:
-            flat = self._plan(layer, packed, hidden, layout)
+            self._plan(layer, packed, hidden, buffers)
         except BaseException as failure:  # it must not cross the callback: the engine raises it
             self.failure = failure
-            return layout.empty()
+            return buffers.layout.empty()
         self._planning_us += (time.perf_counter() - start) * 1e6
-        return flat
+        return buffers.plans[layer]
 
     def collect(self, layer: int, shape: tuple[int, ...]) -> Float32[np.ndarray, "N D"]:
         """The CPU share of a layer whose plan had any: gated rows summed over k. Zeros after a failure."""
@@ -158,74 +180,110 @@ class CacheManager:
             return np.zeros(shape, np.float32)
 
     def _plan(
-        self, layer: int, packed: Int[np.ndarray, "N K2"], hidden: np.ndarray | None, layout: PlanLayout
-    ) -> Int[np.ndarray, " size"]:
-        routing, pair_expert = self._routing(layer, packed)
+        self, layer: int, packed: Int[np.ndarray, "N K2"], hidden: np.ndarray | None, buffers: _PassBuffers
+    ) -> None:
+        layout, ids, gates, plans = buffers
+        info = self._info
+        if info is None or info.token_mask.size != packed.shape[0]:
+            raise RuntimeError(f"a route of {packed.shape[0]} tokens arrived outside a pass of that size")
+        unpack(packed, info.token_mask, ids, gates, self._loads)
+        if self.recorder is not None:
+            self.recorder.on_route(layer, ids, gates)
+        routing = self._routing(layer, ids, gates, self._loads)
+        decision = self._decide(routing)
+        if decision.to_cpu.size:
+            self._start_cpu(routing, decision, hidden)
+        write_plan(self._settle(routing, decision), layout, plans[layer])
+
+    # Replays
+
+    def replay_route(
+        self,
+        layer: int,
+        ids: Int[np.ndarray, "N K"],
+        gates: Float32[np.ndarray, "N K"],
+        loads: Int[np.ndarray, " E"],
+    ) -> PlacedLayer:
+        """One layer of a replay: decided, counted and made true in the tables as in `on_route`, carried out by nobody.
+
+        Args:
+          loads: tokens per expert, padding not counted.
+
+        Raises:
+          whatever the policy raises, at once.
+        """
+        routing = self._routing(layer, ids, gates, loads)
+        return self._settle(routing, self._decide(routing))
+
+    def place_free_residents(self) -> None:
+        """Puts the residents of a policy that has them free of charge in place: replays of the content oracle only."""
+        wanted = self.policy.free_residents()
+        if wanted is None:
+            return
+        resident = self.residency.slot >= 0
+        for layer in range(len(wanted)):
+            self._evict(layer, np.flatnonzero(resident[layer] & ~wanted[layer]))
+        for layer in range(len(wanted)):
+            self.residency.admit(layer, np.flatnonzero(wanted[layer] & ~resident[layer]))
+
+    def _decide(self, routing: LayerRouting) -> Decision:
         decision = self.policy.on_route(routing)
         self._check(routing, decision)
-        flat, plan = self._plan_buffer(layer, layout)
-        plan["cpu_pairs"][0] = self._start_cpu(routing, decision, hidden) if decision.to_cpu.size else 0
+        return decision
+
+    def _settle(self, routing: LayerRouting, decision: Decision) -> PlacedLayer:
+        """Counts a decision and makes it true in the tables."""
         self._count(routing, decision)
         for other, expert in decision.evict:
-            self.residency.evict(other, np.array([expert]))
-        schedule(self.residency, routing, decision, pair_expert, layout, plan)
-        plan["prefetch_count"][0] = 0
+            self._evict(other, np.array([expert]))
+        placed = place(self.residency, routing, decision)
         if decision.prefetch or self._wanted:
-            self._add_prefetches(layer, decision, plan)
-        return flat
+            placed.prefetches.extend(self._prefetches(routing, decision))
+        return placed
 
-    def _plan_buffer(self, layer: int, layout: PlanLayout) -> tuple[Int[np.ndarray, " size"], dict[str, np.ndarray]]:
-        """A plan to write and its fields. One per layer, since the device may read it until the pass is over."""
-        key = (layer, layout.items.num_tokens)
-        if key not in self._plans:
-            flat = layout.empty()
-            self._plans[key] = flat, layout.fields(flat)
-        return self._plans[key]
-
-    def _routing(self, layer: int, packed: Int[np.ndarray, "N K2"]) -> tuple[LayerRouting, Int[np.ndarray, " P"]]:
+    def _routing(
+        self,
+        layer: int,
+        ids: Int[np.ndarray, "N K"],
+        gates: Float32[np.ndarray, "N K"],
+        loads: Int[np.ndarray, " E"],
+    ) -> LayerRouting:
         info = self._info
-        if info is None or info.token_mask.shape[0] != packed.shape[0]:
-            raise RuntimeError(f"a route of {packed.shape[0]} tokens arrived outside a pass of that size")
-        K, E = self.policy.context.top_k, self.policy.context.num_experts
-        ids = packed[:, :K]
-        pair_expert = np.where(info.token_mask[:, None], ids, E).ravel()
-        loads = np.bincount(pair_expert, minlength=E + 1)[:E]
-        last_use = self.residency.last_use[layer]
-        last_use[loads > 0] = self._pass_number
-        routing = LayerRouting(
+        if info is None:
+            raise RuntimeError("a route arrived outside a pass")
+        resident, hits, misses = self.residency.activate(layer, loads, self._pass_number)
+        return LayerRouting(
             layer=layer,
             info=info,
             expert_ids=ids,
-            gates=packed[:, K:].view(np.float32),
+            gates=gates,
             loads=loads,
-            resident=self.residency.resident(layer),
-            last_use=last_use,
-            capacity=int(self.policy.capacities()[layer]),
+            resident=resident,
+            last_use=self.residency.last_use_rows[layer],
+            hits=hits,
+            misses=misses,
+            capacity=self.policy.capacities().item(layer),
         )
-        return routing, pair_expert
 
     def _check(self, routing: LayerRouting, decision: Decision) -> None:
         """Every miss handled once; keep is made of pages that are there and fits."""
-        E = routing.loads.shape[0]
-        handled = np.bincount(np.concatenate([decision.to_gpu, decision.to_cpu]), minlength=E)
-        missed = (routing.loads > 0) & ~routing.resident
-        if handled.size != E or (handled != missed).any():
+        to_cpu, keep = decision.to_cpu, decision.keep
+        most = routing.capacity + len(decision.evict)
+        fault = find_fault(routing.misses, decision.to_gpu, to_cpu, routing.resident, keep, most)
+        if fault == NOT_THE_MISSES:
             self._refuse(routing.layer, "its transfers and CPU experts are not exactly the misses, each once")
-        present = routing.resident | missed
-        if decision.to_cpu.size:
-            present[decision.to_cpu] = False
-            if self.cpu_experts is None:
-                self._refuse(routing.layer, "it leaves experts to the CPU, but the engine has no CPU backend")
-        if (decision.keep > present).any():
+        if to_cpu.size and not self.policy.context.cpu_available:
+            self._refuse(routing.layer, "it leaves experts to the CPU, but the engine has no CPU backend")
+        if fault == KEEPS_ABSENT:
             self._refuse(routing.layer, "it keeps experts that are neither resident nor transferred")
-        if np.count_nonzero(decision.keep) > routing.capacity + len(decision.evict):
-            self._refuse(routing.layer, f"it keeps {decision.keep.sum()} experts, the capacity is {routing.capacity}")
+        if fault == KEEPS_TOO_MANY:
+            self._refuse(routing.layer, f"it keeps {keep.sum()} experts, the capacity is {routing.capacity}")
 
     def _refuse(self, layer: int | None, why: str) -> None:
         where = "" if layer is None else f", layer {layer}"
         raise PolicyError(f"policy {self.policy.name!r}{where}: {why}")
 
-    def _start_cpu(self, routing: LayerRouting, decision: Decision, hidden: np.ndarray | None) -> int:
+    def _start_cpu(self, routing: LayerRouting, decision: Decision, hidden: np.ndarray | None) -> None:
         if self.cpu_experts is None or hidden is None:
             raise RuntimeError("a CPU share was planned, but the layer's input was not sent to the host")
         self.cpu_experts.submit(
@@ -238,61 +296,53 @@ class CacheManager:
                 token_mask=routing.info.token_mask,
             )
         )
-        return int(routing.loads[decision.to_cpu].sum())
 
     def _count(self, routing: LayerRouting, decision: Decision) -> None:
-        layer, kind = routing.layer, routing.info.kind
-        hits = (routing.loads > 0) & routing.resident
-        num_hits = int(np.count_nonzero(hits))
-        early = self._ahead[layer] & hits
-        self._ahead[layer] ^= early
-        self.statistics.reused(layer, hits)
+        layer, kind, hits, to_gpu = routing.layer, routing.info.kind, routing.hits, decision.to_gpu
+        self.statistics.routed(kind, layer, hits, to_gpu, decision.keep)
         self.statistics.add(
             kind,
             layer,
-            activated=num_hits + decision.to_gpu.size + decision.to_cpu.size,
-            hits=num_hits,
-            to_gpu=decision.to_gpu.size,
+            activated=routing.num_activated,
+            hits=hits.size,
+            to_gpu=to_gpu.size,
             to_cpu=decision.to_cpu.size,
             capacity=routing.capacity,
-            prefetch_used=int(np.count_nonzero(early)),
         )
-        self.statistics.arrived(kind, layer, decision.to_gpu[decision.keep[decision.to_gpu]])
 
     # Pages ahead of their use
 
-    def _add_prefetches(self, layer: int, decision: Decision, plan: dict[str, np.ndarray]) -> None:
-        """Queues the policy's prefetches; those for the next layer leave with this plan.
+    def _prefetches(self, routing: LayerRouting, decision: Decision) -> list[Move]:
+        """Queues the policy's prefetches; those whose time has come leave with this plan.
 
-        The portable carrier moves pages between two layers' arithmetic, where nothing overlaps: a page for a far layer
-        gains nothing by leaving early, so it waits until the layer before its own.
+        That is at once where the carrier moves pages beside the arithmetic. Where it moves them between two layers'
+        arithmetic, a page for a far layer gains nothing by leaving early: it waits until the layer before its own.
         """
+        layer = routing.layer
         for request in decision.prefetch:
             if not layer < request.layer < self.residency.slot.shape[0]:
                 self._refuse(layer, f"it prefetches for layer {request.layer}, which does not come later in the pass")
             self._wanted.setdefault(request.layer, []).append(request)
-        moves = self._land_all(self._wanted.pop(layer + 1, ()), limit=MAX_PREFETCHES)
-        plan["prefetch_count"][0] = len(moves)
-        for index, (_, expert, slot) in enumerate(moves):
-            plan["prefetch_expert"][index] = expert
-            plan["prefetch_slot"][index] = slot
+        due = [layer + 1] if not self.overlapping else list(self._wanted)
+        requests = [request for target in due for request in self._wanted.pop(target, ())]
+        return self._land_all(requests, routing.info.kind, limit=MAX_PREFETCHES)
 
-    def _stage(self, requests: Sequence[PageRequest]) -> list[Move]:
-        return self._land_all(requests, limit=len(requests)) if requests else []
+    def _stage(self, requests: Sequence[PageRequest], kind: PassKind) -> list[Move]:
+        return self._land_all(requests, kind, limit=len(requests)) if requests else []
 
-    def _land_all(self, requests: Sequence[PageRequest], *, limit: int) -> list[Move]:
-        """Lands pages in descending priority, until `limit` have found room."""
+    def _land_all(self, requests: Sequence[PageRequest], kind: PassKind, *, limit: int) -> list[Move]:
+        """Lands pages in descending priority, until `limit` have found room; they are counted for passes of a kind."""
         landed: list[Move] = []
-        fresh = np.zeros_like(self._ahead)
+        fresh = np.zeros(self.residency.slot.shape, bool)
         for request in sorted(requests, key=_descending_priority):
             if len(landed) == limit:
                 break
-            slot = self._land(request.layer, request.expert, fresh[request.layer])
+            slot = self._land(request.layer, request.expert, kind, fresh[request.layer])
             if slot is not None:
                 landed.append((request.layer, request.expert, slot))
         return landed
 
-    def _land(self, layer: int, expert: int, fresh: Bool[np.ndarray, " E"]) -> int | None:
+    def _land(self, layer: int, expert: int, kind: PassKind, fresh: Bool[np.ndarray, " E"]) -> int | None:
         """Gives the page a spare slot and evicts the layer's lowest-ranked resident that did not land just now."""
         residency = self.residency
         resident = residency.resident(layer)
@@ -304,9 +354,7 @@ class CacheManager:
         if full:
             self._evict_lowest(layer, victims, 1)
         fresh[expert] = True
-        self._ahead[layer, expert] = True
-        kind = self._info.kind if self._info else PassKind.PREFILL
-        self.statistics.count(kind, layer, "prefetched", 1)
+        self.statistics.fetched_ahead(kind, layer, expert)
         return slot
 
     def _shrink(self) -> None:
@@ -323,9 +371,54 @@ class CacheManager:
         stay = int(np.count_nonzero(candidates)) - count
         kept = top_scored(candidates, self.policy.scores(layer), self.residency.last_use[layer], stay)
         leaving = np.flatnonzero(candidates & ~kept)
-        self._ahead[layer, leaving] = False
-        self.residency.evict(layer, leaving)
+        self._evict(layer, leaving)
+
+    def _evict(self, layer: int, experts: Int[np.ndarray, " M"]) -> None:
+        self.statistics.evicted(layer, experts.tolist())
+        self.residency.evict(layer, experts)
 
 
 def _descending_priority(request: PageRequest) -> float:
     return -request.priority
+
+
+@native.compiled
+def unpack(
+    packed: Int32[np.ndarray, "N K2"],
+    token_mask: Bool[np.ndarray, " N"],
+    expert_ids: Int32[np.ndarray, "N K"],
+    gates: Float32[np.ndarray, "N K"],
+    loads: Int[np.ndarray, " E"],
+) -> None:
+    """Writes expert ids and gates of a packed route, and how many tokens each expert got; padding counts nothing.
+
+    Raises:
+      ValueError: there is no such expert.
+    """
+    K, E = expert_ids.shape[1], loads.size
+    expert_ids[:] = packed[:, :K]
+    gates[:] = packed[:, K:].view(np.float32)
+    counts = np.bincount(expert_ids[token_mask].ravel(), minlength=E)
+    if counts.size > E:
+        raise ValueError("there is no such expert")
+    loads[:] = counts
+
+
+@native.compiled
+def find_fault(
+    misses: Int[np.ndarray, " M"],
+    to_gpu: Int[np.ndarray, " G"],
+    to_cpu: Int[np.ndarray, " H"],
+    resident: Bool[np.ndarray, " E"],
+    keep: Bool[np.ndarray, " E"],
+    most: int,
+) -> int:
+    """What is wrong with a decision: the first of the faults above, or 0. most: that it may keep."""
+    handled = np.concatenate([to_gpu, to_cpu]) if to_cpu.size else to_gpu
+    if handled is not misses and (handled.size != misses.size or np.count_nonzero(np.sort(handled) != misses)):
+        return NOT_THE_MISSES
+    present = resident.copy()
+    present[to_gpu] = True
+    if np.count_nonzero(keep > present):
+        return KEEPS_ABSENT
+    return KEEPS_TOO_MANY if np.count_nonzero(keep) > most else 0

@@ -14,6 +14,11 @@ from jaxtyping import Int
 from oled_jax.ops.grouping import ItemShape
 
 MAX_PREFETCHES = 16
+# Fields that every plan has written anew, in the order in which csrc/planning.cc numbers them.
+WRITTEN = (
+    "num_rounds", "cpu_pairs", "hit_end", "prefetch_count", "transfer_end", "item_end", "transfer_expert",
+    "transfer_slot", "item_slot", "pair_row",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,10 +27,11 @@ class PlanLayout:
 
     Fields of a plan (int32):
       num_rounds []; cpu_pairs []: (token, k) pairs that the CPU computes, 0 if none;
+      hit_end []: end of the items whose pages were resident: they come first and wait for no transfer;
       transfer_end [R], item_end [R]: end of each round's transfers and items, the last value repeated;
       transfer_expert [E], transfer_slot [E];
       item_slot [I]; pair_row [P]: see `ops.grouping.group_pairs`;
-      prefetch_count []; prefetch_expert, prefetch_slot [MAX_PREFETCHES]: pages of the next MoE layer.
+      prefetch_count []; prefetch_layer, prefetch_expert, prefetch_slot [MAX_PREFETCHES]: pages of later MoE layers.
     """
 
     items: ItemShape
@@ -43,6 +49,7 @@ class PlanLayout:
         sizes = {
             "num_rounds": 1,
             "cpu_pairs": 1,
+            "hit_end": 1,
             "prefetch_count": 1,
             "transfer_end": R,
             "item_end": R,
@@ -50,13 +57,19 @@ class PlanLayout:
             "transfer_slot": E,
             "item_slot": self.items.max_items,
             "pair_row": self.items.pairs,
+            "prefetch_layer": MAX_PREFETCHES,
             "prefetch_expert": MAX_PREFETCHES,
             "prefetch_slot": MAX_PREFETCHES,
         }
         ends = np.cumsum(list(sizes.values())).tolist()
         return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
-    @property
+    @functools.cached_property
+    def bounds(self) -> Int[np.ndarray, "10 2"]:
+        """First and last position plus one of each field of `WRITTEN`, for `schedule.write_layer`."""
+        return np.array([(self.slices[name].start, self.slices[name].stop) for name in WRITTEN], np.int64)
+
+    @functools.cached_property
     def size(self) -> int:
         return max(field.stop for field in self.slices.values())
 

@@ -4,11 +4,12 @@ The pool is donated to every pass and updated in place. In one layer all writes 
 chain of values: an update that follows a read of the same value would make XLA copy the whole pool.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
 from oled_jax.ops.loops import keep_narrow
 
@@ -66,3 +67,11 @@ def fetch(
     groups = (end - begin) // UNROLLED
     pool = jax.lax.fori_loop(0, groups, move_several, pool)
     return jax.lax.fori_loop(begin + groups * UNROLLED, end, move, pool)
+
+
+@functools.partial(jax.jit, donate_argnames="pool")
+def stage_pages(
+    pool: Pool, pages: Pool, experts: Int32[Array, " M"], slots: Int32[Array, " M"], count: Int32[Array, ""]
+) -> Pool:
+    """Copies pages of one layer into their slots, between passes."""
+    return fetch(pool, pages, experts, slots, jnp.zeros_like(count), count)

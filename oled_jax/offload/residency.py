@@ -5,9 +5,12 @@ layers moves integers. Slots that hold no resident page are free; at least `spar
 """
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Int32
+
+from oled_jax import native
 
 NO_SLOT = -1
+DEFAULT_SPARE = 32  # slots beyond the sum of C_l that transfers land in
 
 
 class Residency:
@@ -22,8 +25,12 @@ class Residency:
         self.num_slots = num_slots
         self.slot = np.full((num_layers, num_experts), NO_SLOT, np.int32)
         self.last_use = np.full((num_layers, num_experts), -1, np.int64)
+        self.last_use_rows = list(self.last_use)  # to take a row of a list costs less
         self._free = np.arange(num_slots, dtype=np.int32)
         self.free_slots = num_slots
+        # Scratch: what is handed out of them is lent until the next layer.
+        self._resident = np.zeros(num_experts, bool)
+        self._ends = np.zeros(num_experts + 1, np.int32)
 
     def clear(self) -> None:
         """Forgets every resident page (their slots may hold anything)."""
@@ -44,7 +51,7 @@ class Residency:
           RuntimeError: one of them is resident, or there are fewer free slots.
         """
         row, count = self.slot[layer], len(experts)
-        if count > self.free_slots or row[experts].max(initial=NO_SLOT) >= 0:
+        if count > self.free_slots or np.count_nonzero(row[experts] >= 0):
             raise RuntimeError(
                 f"experts {experts.tolist()} of layer {layer} cannot enter: {self.free_slots} slots are free"
             )
@@ -57,14 +64,113 @@ class Residency:
         """Frees the slots of pages of a layer. Raises RuntimeError if one of them is not resident."""
         row = self.slot[layer]
         slots = row[experts]
-        if slots.min(initial=0) < 0:
+        if np.count_nonzero(slots < 0):
             raise RuntimeError(f"experts {experts.tolist()} of layer {layer} are not all resident")
         self._free[self.free_slots : self.free_slots + len(experts)] = slots
         self.free_slots += len(experts)
         row[experts] = NO_SLOT
+
+    def activate(
+        self, layer: int, loads: Int[np.ndarray, " E"], pass_number: int
+    ) -> tuple[Bool[np.ndarray, " E"], Int[np.ndarray, " H"], Int[np.ndarray, " M"]]:
+        """Notes the last use of the experts that a layer of a pass activates.
+
+        Args:
+          loads: tokens per expert.
+
+        Returns:
+          who is resident, lent until the next call; hits and misses, ascending.
+        """
+        experts = np.empty(loads.size, np.int64)
+        hits, activated = split_activated(layer, pass_number, loads, self.slot, self.last_use, self._resident, experts)
+        return self._resident, experts[:hits], experts[hits:activated]
+
+    def exchange(
+        self,
+        layer: int,
+        hits: Int[np.ndarray, " H"],
+        entering: Int[np.ndarray, " G"],
+        keep: Bool[np.ndarray, " E"],
+    ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, " R"]]:
+        """Gives every page that enters a layer a slot, in rounds, and leaves exactly `keep` resident.
+
+        The first round's pages find free slots; later ones those of residents and of earlier pages that are not kept.
+
+        Returns:
+          slots of `hits`, then of `entering`; where each round ends in `entering`, lent until the next call.
+
+        Raises:
+          RuntimeError: a page that enters is resident, or no slot is free for a round.
+        """
+        slots = np.empty(hits.size + entering.size, np.int32)
+        rounds, self.free_slots = move_pages(
+            layer, self.free_slots, hits, entering, keep, self.slot, self._free, slots, self._ends
+        )
+        return slots, self._ends[:rounds]
 
     def check(self) -> None:
         """Raises RuntimeError unless every slot is either free or holds exactly one page."""
         slots = np.concatenate([self.slot[self.slot >= 0], self._free[: self.free_slots]])
         if not np.array_equal(np.sort(slots), np.arange(self.num_slots)):
             raise RuntimeError("a slot is lost or holds two pages")
+
+
+@native.compiled
+def split_activated(
+    layer: int,
+    pass_number: int,
+    loads: Int[np.ndarray, " E"],
+    slot: Int32[np.ndarray, "L E"],
+    last_use: Int[np.ndarray, "L E"],
+    resident: Bool[np.ndarray, " E"],
+    experts: Int[np.ndarray, " E"],
+) -> tuple[int, int]:
+    """What `Residency.activate` does to the tables: writes who is resident, and hits, then misses to `experts`.
+
+    Returns:
+      the number of hits, and of hits and misses.
+    """
+    np.greater_equal(slot[layer], 0, out=resident)
+    activated = loads > 0
+    last_use[layer, activated] = pass_number
+    hits = (activated & resident).nonzero()[0]
+    misses = (activated > resident).nonzero()[0]
+    experts[: hits.size] = hits
+    experts[hits.size : hits.size + misses.size] = misses
+    return hits.size, hits.size + misses.size
+
+
+@native.compiled
+def move_pages(
+    layer: int,
+    num_free: int,
+    hits: Int[np.ndarray, " H"],
+    entering: Int[np.ndarray, " G"],
+    keep: Bool[np.ndarray, " E"],
+    slot: Int32[np.ndarray, "L E"],
+    free: Int32[np.ndarray, " N"],
+    slots: Int32[np.ndarray, " S"],
+    ends: Int32[np.ndarray, " R"],
+) -> tuple[int, int]:
+    """What `Residency.exchange` does to the tables. Returns the number of rounds, and of free slots."""
+    row, num_hits = slot[layer], hits.size
+    slots[:num_hits] = row[hits]
+    leaving = ((row >= 0) & ~keep).nonzero()[0]
+    done = rounds = 0
+    while rounds == 0 or done < entering.size:
+        end = min(entering.size, done + num_free)
+        if end == done < entering.size:
+            raise RuntimeError("no slot is free")
+        moved = entering[done:end]
+        if np.count_nonzero(row[moved] >= 0):
+            raise RuntimeError("a resident page cannot enter again")
+        num_free -= moved.size
+        slots[num_hits + done : num_hits + end] = row[moved] = free[num_free : num_free + moved.size]
+        passing = moved[~keep[moved]]
+        for experts in (leaving, passing) if rounds == 0 else (passing,):
+            free[num_free : num_free + experts.size] = row[experts]
+            row[experts] = NO_SLOT
+            num_free += experts.size
+        ends[rounds] = done = end
+        rounds += 1
+    return rounds, num_free

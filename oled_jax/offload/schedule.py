@@ -1,71 +1,95 @@
-"""From a decision to the order of execution: which page is moved and computed in which round, in which slot."""
+"""From a decision to the order of execution: which page is moved and computed in which round, in which slot.
+
+`place` changes the tables; `write_plan` tells the device, and a replay leaves it out.
+"""
+
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int, Int32
 
-from oled_jax.offload.plan import PlanLayout
+from oled_jax import native
+from oled_jax.offload.plan import WRITTEN, PlanLayout
 from oled_jax.offload.residency import Residency
-from oled_jax.ops.grouping import group_pairs
+from oled_jax.ops.grouping import ItemShape, group_pairs
 from oled_jax.policies.base import Decision, LayerRouting
 
+Move = tuple[int, int, int]  # layer, expert, slot
 
-def schedule(
-    residency: Residency,
-    routing: LayerRouting,
-    decision: Decision,
-    pair_expert: Int[np.ndarray, " P"],
-    layout: PlanLayout,
-    plan: dict[str, np.ndarray],
-) -> None:
-    """Writes items and transfers into the plan and leaves exactly `decision.keep` resident.
+
+class PlacedLayer(NamedTuple):
+    """A layer's decision with slots.
+
+    hits: activated experts that were resident, ascending. slots: of `hits`, then of `decision.to_gpu`.
+    ends: of each round among the transfers, lent until the next layer is placed. prefetches: pages of later layers
+    that leave with this plan.
+    """
+
+    routing: LayerRouting
+    decision: Decision
+    hits: Int[np.ndarray, " H"]
+    slots: Int32[np.ndarray, " S"]
+    ends: Int32[np.ndarray, " R"]
+    prefetches: list[Move]
+
+
+def place(residency: Residency, routing: LayerRouting, decision: Decision) -> PlacedLayer:
+    """Gives every transfer a slot and leaves exactly `decision.keep` resident.
 
     Hits and the first transfers make round 0; later rounds reuse the slots of what is not kept.
-
-    Args:
-      pair_expert: expert of each (token, k) pair, E where the token is padding.
-      plan: fields of a plan of this layout; what lies beyond the ends that are written here is never read.
     """
-    hits = ((routing.loads > 0) & routing.resident).nonzero()[0]
-    moved, num_hits = decision.to_gpu, hits.size
-    sequence = np.concatenate([hits, moved])
-    position = np.full(routing.loads.size + 1, sequence.size)
-    position[sequence] = np.arange(sequence.size)
-    plan["pair_row"][:], items = group_pairs(position[pair_expert], sequence.size, layout.items)
-
-    slots = np.empty(sequence.size, np.int32)
-    slots[:num_hits] = residency.slot[routing.layer, hits]
-    ends = _place(residency, routing, decision, slots[num_hits:])
-    item_slots = slots if layout.items.direct else np.repeat(slots, items)
-    plan["item_slot"][: item_slots.size] = item_slots
-    plan["transfer_expert"][: moved.size] = moved
-    plan["transfer_slot"][: moved.size] = slots[num_hits:]
-    plan["num_rounds"][0] = len(ends)
-    plan["transfer_end"][:] = moved.size
-    plan["item_end"][:] = item_slots.size
-    if len(ends) > 1:
-        plan["transfer_end"][: len(ends)] = ends
-        plan["item_end"][: len(ends)] = items.cumsum()[np.asarray(ends) + num_hits - 1]
+    slots, ends = residency.exchange(routing.layer, routing.hits, decision.to_gpu, decision.keep)
+    return PlacedLayer(routing, decision, routing.hits, slots, ends, [])
 
 
-def _place(residency: Residency, routing: LayerRouting, decision: Decision, slots: Int[np.ndarray, " G"]) -> list[int]:
-    """Gives each transfer its slot. Returns the end of each round among the transfers."""
-    layer, moved = routing.layer, decision.to_gpu
-    passing = moved[~decision.keep[moved]]  # computed and dropped in the round that brings them
-    leaving = (routing.resident & ~decision.keep).nonzero()[0]
-    if moved.size <= residency.free_slots:
-        slots[:] = residency.admit(layer, moved)
-        residency.evict(layer, np.concatenate([leaving, passing]))
-        return [moved.size]
-    ends: list[int] = []
-    done = 0
-    while done < moved.size:
-        end = min(moved.size, done + residency.free_slots)
-        if end == done:
-            raise RuntimeError(f"no slot is free for layer {layer}")
-        slots[done:end] = residency.admit(layer, moved[done:end])
-        if not ends:
-            residency.evict(layer, leaving)
-        residency.evict(layer, moved[done:end][~decision.keep[moved[done:end]]])
-        done = end
-        ends.append(end)
-    return ends
+def write_plan(placed: PlacedLayer, layout: PlanLayout, plan: Int32[np.ndarray, " size"]) -> None:
+    """Writes items, transfers and prefetches into a plan of this layout.
+
+    What lies beyond the ends that are written here is never read.
+    """
+    routing, decision, hits, slots, ends, prefetches = placed
+    token_mask, moved = routing.info.token_mask, decision.to_gpu
+    write_layer(routing.expert_ids, token_mask, hits, moved, slots, ends, layout.items, layout.bounds, plan)
+    if prefetches:
+        fields = layout.fields(plan)
+        fields["prefetch_count"][0] = len(prefetches)
+        for index, (layer, expert, slot) in enumerate(prefetches):
+            fields["prefetch_layer"][index] = layer
+            fields["prefetch_expert"][index] = expert
+            fields["prefetch_slot"][index] = slot
+
+
+@native.compiled
+def write_layer(
+    expert_ids: Int32[np.ndarray, "N K"],
+    token_mask: Bool[np.ndarray, " N"],
+    hits: Int[np.ndarray, " H"],
+    moved: Int[np.ndarray, " G"],
+    slots: Int32[np.ndarray, " S"],
+    ends: Int32[np.ndarray, " R"],
+    items: ItemShape,
+    bounds: Int[np.ndarray, "10 2"],
+    plan: Int32[np.ndarray, " size"],
+) -> None:
+    """What `write_plan` does for a plan without prefetches. bounds: `PlanLayout.bounds`."""
+    E, num_hits, num_keys = items.num_experts, hits.size, slots.size
+    key = np.full(E + 1, num_keys)
+    key[hits] = np.arange(num_hits)
+    key[moved] = np.arange(num_hits, num_keys)
+    keys = key[np.where(token_mask[:, None], expert_ids, E).ravel()]
+    pair_row, per_key = group_pairs(keys, num_keys, items)
+    item_ends = np.zeros(num_keys + 1, np.int64)
+    per_key.cumsum(out=item_ends[1:])
+    fields = {name: plan[start:stop] for name, (start, stop) in zip(WRITTEN, bounds.tolist(), strict=True)}
+    fields["num_rounds"][0] = ends.size
+    fields["cpu_pairs"][0] = np.count_nonzero(token_mask) * items.top_k - np.count_nonzero(keys < num_keys)
+    fields["hit_end"][0] = item_ends[num_hits]
+    fields["prefetch_count"][0] = 0
+    fields["transfer_end"][:] = moved.size
+    fields["transfer_end"][: ends.size] = ends
+    fields["item_end"][:] = item_ends[-1]
+    fields["item_end"][: ends.size] = item_ends[num_hits + ends]
+    fields["transfer_expert"][: moved.size] = moved
+    fields["transfer_slot"][: moved.size] = slots[num_hits:]
+    fields["item_slot"][: item_ends[-1]] = slots.repeat(per_key)
+    fields["pair_row"][:] = pair_row

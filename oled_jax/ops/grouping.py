@@ -4,6 +4,7 @@ One function for both worlds: the cache manager calls it with NumPy, a program w
 """
 
 import dataclasses
+import functools
 import types
 from typing import Any
 
@@ -24,7 +25,7 @@ class ItemShape:
     top_k: int
     num_experts: int
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         return min(self.num_tokens, MAX_ROWS_PER_ITEM)
 

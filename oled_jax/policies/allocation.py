@@ -107,10 +107,8 @@ class AdaptiveAllocation(Allocation):
     def observe(self, routing: LayerRouting) -> None:
         if routing.info.kind not in ADAPTING_PASSES:
             return
-        count = int(np.count_nonzero(routing.loads))
-        hits = int(np.count_nonzero(routing.loads[routing.resident]))
-        self._blend(self._activation, routing.layer, count / self.context.num_experts)
-        self._blend(self._utilization, routing.layer, hits / max(routing.capacity, 1))
+        self._blend(self._activation, routing.layer, routing.num_activated / self.context.num_experts)
+        self._blend(self._utilization, routing.layer, routing.hits.size / max(routing.capacity, 1))
 
     def _blend(self, means: list[float | None], layer: int, value: float) -> None:
         past = means[layer]

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from oled_jax import native
 from oled_jax.cost.profile import CostProfile
 from oled_jax.passes import PassKind
 
@@ -80,13 +81,14 @@ class IterationOutcome:
     confidence: Float[np.ndarray, " N"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)  # not frozen: one is made for every layer, and freezing costs 2 us
 class LayerRouting:
     """The router's result for one MoE layer in one pass, and the layer's residency before misses are handled.
 
     expert_ids: in [0, E) also where token_mask is False; such rows count nothing. loads: tokens per expert, 0
     where not activated. last_use: number of the last pass that activated the expert, this pass included; -1
-    if never. capacity: C_l. The arrays are lent: they may change after the call.
+    if never. hits, misses: activated experts that are resident and that are not, ascending. capacity: C_l.
+    Nobody changes it. The arrays but hits and misses are lent: they may change after the call.
     """
 
     layer: int
@@ -96,6 +98,8 @@ class LayerRouting:
     loads: Int[np.ndarray, " E"]
     resident: Bool[np.ndarray, " E"]
     last_use: Int[np.ndarray, " E"]
+    hits: Int[np.ndarray, " H"]
+    misses: Int[np.ndarray, " M"]
     capacity: int
 
     @property
@@ -103,9 +107,8 @@ class LayerRouting:
         return self.loads > 0
 
     @property
-    def misses(self) -> Int[np.ndarray, " M"]:
-        """Activated experts that are not resident, ascending."""
-        return np.flatnonzero((self.loads > 0) & ~self.resident)
+    def num_activated(self) -> int:
+        return self.hits.size + self.misses.size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,9 +120,9 @@ class PageRequest:
     priority: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)  # not frozen: as `LayerRouting`
 class Decision:
-    """A policy's answer for one layer of one pass.
+    """A policy's answer for one layer of one pass. Nobody changes it.
 
     to_gpu: misses to transfer, in this order. to_cpu: the other misses. keep: the resident set afterwards,
     a subset of resident and to_gpu with at most C_l + |evict| members. prefetch: pages for later layers of
@@ -218,10 +221,38 @@ def top_scored(
     count: int,
 ) -> Bool[np.ndarray, " E"]:
     """The `count` candidates of greatest (score, last use); lower expert numbers win what is still tied."""
-    experts = np.flatnonzero(candidates)
+    return best_residents(candidates, _NOBODY, scores, last_use, count)
+
+
+def best_residents(
+    resident: Bool[np.ndarray, " E"],
+    entering: Int[np.ndarray, " G"],
+    scores: Float[np.ndarray, " E"],
+    last_use: Int[np.ndarray, " E"],
+    count: int,
+) -> Bool[np.ndarray, " E"]:
+    """`top_scored` of the residents and those that enter."""
+    chosen = np.empty(resident.shape, bool)
+    choose_residents(resident, entering, scores, last_use, count, chosen)
+    return chosen
+
+
+_NOBODY = np.empty(0, np.int64)
+
+
+@native.compiled
+def choose_residents(
+    resident: Bool[np.ndarray, " E"],
+    entering: Int[np.ndarray, " G"],
+    scores: Float[np.ndarray, " E"],
+    last_use: Int[np.ndarray, " E"],
+    count: int,
+    chosen: Bool[np.ndarray, " E"],
+) -> None:
+    """Writes what `best_residents` returns into `chosen`."""
+    chosen[:] = resident
+    chosen[entering] = True
+    experts = chosen.nonzero()[0]
     if experts.size > count:
         order = np.lexsort((-last_use[experts], -scores[experts]))
-        experts = experts[order[:count]]
-    chosen = np.zeros_like(candidates)
-    chosen[experts] = True
-    return chosen
+        chosen[experts[order[count:]]] = False

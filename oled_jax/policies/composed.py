@@ -23,7 +23,7 @@ from oled_jax.policies.base import (
     PassInfo,
     Policy,
     PolicyContext,
-    top_scored,
+    best_residents,
 )
 
 
@@ -154,6 +154,4 @@ def keep_best(
     routing: LayerRouting, to_gpu: Int[np.ndarray, " G"], scores: Float[np.ndarray, " E"]
 ) -> Bool[np.ndarray, " E"]:
     """Top_{C_l}(resident | to_gpu) by (score, last use)."""
-    candidates = routing.resident.copy()
-    candidates[to_gpu] = True
-    return top_scored(candidates, scores, routing.last_use, routing.capacity)
+    return best_residents(routing.resident, to_gpu, scores, routing.last_use, routing.capacity)

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from oled_jax import native
 from oled_jax.cost.profile import CostProfile
 from oled_jax.policies.base import LayerRouting, PolicyContext
 from oled_jax.policies.composed import Dispatch, everything_transferred
@@ -56,14 +57,14 @@ class CostedDispatch(Dispatch):
         super().__init__(context)
         self.reuse_weight = reuse_weight
 
-    def costs(self, routing: LayerRouting, misses: Int[np.ndarray, " M"], scores: Float[np.ndarray, " E"]) -> MissCosts:
-        profile = self.context.costs
-        scale = self.reuse_weight * np.count_nonzero(routing.loads) * profile.h2d_us
-        return MissCosts(
-            h2d_us=profile.h2d_us,
-            cpu=profile.cpu_fixed_us + profile.cpu_token_us * routing.loads[misses],
-            reuse=scale * scores[misses],
-        )
+    def reuse_scale(self, routing: LayerRouting) -> float:
+        """lambda, in microseconds."""
+        return self.reuse_weight * routing.num_activated * self.context.costs.h2d_us
+
+    def costs(self, routing: LayerRouting, scores: Float[np.ndarray, " E"]) -> MissCosts:
+        profile, scale = self.context.costs, self.reuse_scale(routing)
+        figures = profile.h2d_us, profile.cpu_fixed_us, profile.cpu_token_us, scale
+        return cost_misses(routing.misses, routing.loads, scores, *figures)
 
 
 class BalancedDispatch(CostedDispatch):
@@ -80,38 +81,89 @@ class BalancedDispatch(CostedDispatch):
         self.swaps = swaps
 
     def split(self, routing: LayerRouting, scores: Float[np.ndarray, " E"]) -> Split:
-        misses = routing.misses
+        misses, costs = routing.misses, self.context.costs
         if misses.size == 0:
             return misses, misses
-        costs = self.costs(routing, misses, scores)
-        mean_cpu = float(costs.cpu.mean())
-        count = int(misses.size * mean_cpu / (mean_cpu + costs.h2d_us) + 0.5)
-        order = np.argsort(-scores[misses], kind="stable")
-        gpu, cpu = order[:count], order[count:]
-        if gpu.size and cpu.size:
-            self._exchange(costs, gpu, cpu)
-        return misses[gpu], misses[cpu]
+        ranked = np.empty(misses.size, np.int64)
+        count = split_balanced(
+            misses,
+            routing.loads,
+            scores,
+            costs.h2d_us,
+            costs.cpu_fixed_us,
+            costs.cpu_token_us,
+            self.reuse_scale(routing),
+            self.swaps,
+            ranked,
+        )
+        return ranked[:count], ranked[count:]
 
-    def _exchange(self, costs: MissCosts, gpu: Int[np.ndarray, " G"], cpu: Int[np.ndarray, " H"]) -> None:
-        """Exchanges members of the two index arrays in place."""
-        transfer_us = gpu.size * costs.h2d_us
-        cpu_us = float(costs.cpu[cpu].sum())
-        # G starts with the highest priorities: where transfers are the slower side, no exchange gains.
-        if cpu_us <= transfer_us:
-            return
-        # While the CPU is slower, an exchange changes J by the difference of cpu + reuse: the k-th best pairs
-        # the k-th least of G with the k-th greatest of the CPU.
-        key = costs.cpu + costs.reuse
-        count = min(self.swaps, gpu.size, cpu.size)
-        leaving = np.argsort(key[gpu], kind="stable")[:count]
-        entering = np.argsort(-key[cpu], kind="stable")[:count]
-        out, into = gpu[leaving], cpu[entering]
-        slower_us = np.maximum(cpu_us + np.cumsum(costs.cpu[out] - costs.cpu[into]), transfer_us)
-        value = slower_us + np.cumsum(costs.reuse[out] - costs.reuse[into])
-        falls = value < np.append(cpu_us, value[:-1]) - 1e-9 * cpu_us
-        accepted = count if falls.all() else int(falls.argmin())
-        gpu[leaving[:accepted]] = into[:accepted]
-        cpu[entering[:accepted]] = out[:accepted]
+
+def cost_misses(
+    misses: Int[np.ndarray, " M"],
+    loads: Int[np.ndarray, " E"],
+    scores: Float[np.ndarray, " E"],
+    h2d_us: float,
+    cpu_fixed_us: float,
+    cpu_token_us: float,
+    reuse_scale: float,
+) -> MissCosts:
+    """The costs of misses under a linear CPU time. reuse_scale: lambda."""
+    cpu = cpu_fixed_us + cpu_token_us * loads[misses]
+    return MissCosts(h2d_us=h2d_us, cpu=cpu, reuse=reuse_scale * scores[misses])
+
+
+@native.compiled
+def split_balanced(
+    misses: Int[np.ndarray, " M"],
+    loads: Int[np.ndarray, " E"],
+    scores: Float[np.ndarray, " E"],
+    h2d_us: float,
+    cpu_fixed_us: float,
+    cpu_token_us: float,
+    reuse_scale: float,
+    swaps: int,
+    ranked: Int[np.ndarray, " M"],
+) -> int:
+    """The rule of `BalancedDispatch`: writes the misses into `ranked`, G first, and returns |G|. M > 0."""
+    costs = cost_misses(misses, loads, scores, h2d_us, cpu_fixed_us, cpu_token_us, reuse_scale)
+    mean_cpu = _sum(costs.cpu) / misses.size
+    count = int(misses.size * mean_cpu / (mean_cpu + h2d_us) + 0.5)
+    order = (-scores[misses]).argsort(kind="stable")
+    gpu, cpu = order[:count], order[count:]
+    if gpu.size and cpu.size:
+        _exchange(costs, gpu, cpu, swaps)
+    ranked[:] = misses[order]
+    return count
+
+
+def _sum(values: Float[np.ndarray, " M"]) -> float:
+    """From the first to the last, which `np.sum` does not promise. M > 0."""
+    return float(values.cumsum()[-1])
+
+
+def _exchange(costs: MissCosts, gpu: Int[np.ndarray, " G"], cpu: Int[np.ndarray, " H"], swaps: int) -> None:
+    """Exchanges members of the two index arrays in place."""
+    transfer_us = gpu.size * costs.h2d_us
+    cpu_us = _sum(costs.cpu[cpu])
+    # G starts with the highest priorities: where transfers are the slower side, no exchange gains.
+    if cpu_us <= transfer_us:
+        return
+    # While the CPU is slower, an exchange changes J by the difference of cpu + reuse: the k-th best pairs
+    # the k-th least of G with the k-th greatest of the CPU.
+    key = costs.cpu + costs.reuse
+    count = min(swaps, gpu.size, cpu.size)
+    leaving = key[gpu].argsort(kind="stable")[:count]
+    entering = (-key[cpu]).argsort(kind="stable")[:count]
+    out, into = gpu[leaving], cpu[entering]
+    slower_us = np.maximum(cpu_us + (costs.cpu[out] - costs.cpu[into]).cumsum(), transfer_us)
+    values = (slower_us + (costs.reuse[out] - costs.reuse[into]).cumsum()).tolist()
+    accepted, value = 0, cpu_us
+    while accepted < count and values[accepted] < value - 1e-9 * cpu_us:
+        value = values[accepted]
+        accepted += 1
+    gpu[leaving[:accepted]] = into[:accepted]
+    cpu[entering[:accepted]] = out[:accepted]
 
 
 class MakespanDispatch(CostedDispatch):
@@ -132,7 +184,7 @@ class MakespanDispatch(CostedDispatch):
         misses = routing.misses
         if misses.size == 0:
             return misses, misses
-        costs = self.costs(routing, misses, scores)
+        costs = self.costs(routing, scores)
         chosen, value, bound = scan_sorted(costs)
         if value > bound + 1e-9 * max(1.0, abs(bound)):
             chosen = fill_table(costs, self.context.costs, routing.loads[misses])
@@ -142,21 +194,31 @@ class MakespanDispatch(CostedDispatch):
 
 
 def scan_sorted(costs: MissCosts) -> tuple[Bool[np.ndarray, " M"], float, float]:
-    """The best G on either sorted path, its J, and a lower bound on J over all G."""
-    M = costs.cpu.size
-    transfer_us = np.arange(M + 1) * costs.h2d_us
+    """The best G on either sorted path, its J, and a lower bound on J over all G. M > 0."""
+    chosen = np.zeros(costs.cpu.size, bool)
+    value, bound = scan_paths(costs.h2d_us, costs.cpu, costs.reuse, chosen)
+    return chosen, value, bound
+
+
+@native.compiled
+def scan_paths(
+    h2d_us: float, cpu: Float[np.ndarray, " M"], reuse: Float[np.ndarray, " M"], chosen: Bool[np.ndarray, " M"]
+) -> tuple[float, float]:
+    """What `scan_sorted` does: writes G and returns its J and the bound."""
+    M = cpu.size
+    transfer_us = np.arange(M + 1) * h2d_us
     orders, values, bounds = [], [], []
-    for key in (costs.reuse, costs.cpu + costs.reuse):
-        order = np.argsort(-key, kind="stable")
-        cpu_us = np.append(np.cumsum(costs.cpu[order][::-1])[::-1], 0.0)
-        reuse = np.append(0.0, np.cumsum(costs.reuse[order]))
+    for key in (reuse, cpu + reuse):
+        order = (-key).argsort(kind="stable")
+        cpu_us = np.append(cpu[order][::-1].cumsum()[::-1], 0.0)
+        taken = np.append(0.0, reuse[order].cumsum())
         orders.append(order)
-        values.append(np.maximum(transfer_us, cpu_us) - reuse)
-        bounds.append((transfer_us if key is costs.reuse else cpu_us) - reuse)
+        values.append(np.maximum(transfer_us, cpu_us) - taken)
+        bounds.append((transfer_us if key is reuse else cpu_us) - taken)
     path, count = divmod(int(np.argmin(np.stack(values))), M + 1)
-    chosen = np.zeros(M, bool)
+    chosen[:] = False
     chosen[orders[path][:count]] = True
-    return chosen, float(values[path][count]), float(np.maximum(bounds[0], bounds[1]).min())
+    return float(values[path][count]), float(np.maximum(bounds[0], bounds[1]).min())
 
 
 def fill_table(costs: MissCosts, profile: CostProfile, tokens: Int[np.ndarray, " M"]) -> Bool[np.ndarray, " M"]:

@@ -3,8 +3,9 @@
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Float32, Int, Int32
 
+from oled_jax import native
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, LayerRouting, PassInfo, PolicyContext
 from oled_jax.policies.composed import Retention
@@ -97,50 +98,86 @@ class Priority(Retention):
         self.rerank = confidence == "previous+rerank" and self.psi != "ones"
         L, E = context.num_layers, context.num_experts
         self._scores = np.zeros((L, E))
-        self._row_start = (np.arange(L) * E)[:, None, None]
+        self._rows = list(self._scores)
         self._weights = np.zeros(0)
         self._mask = np.zeros(0, bool)
-        self._ids = np.zeros((L, 0, context.top_k), np.int64)
+        self._ids = np.zeros((L, 0, context.top_k), np.int32)
         self._gates = np.zeros((L, 0, context.top_k), np.float32)
 
     def begin_iteration(self, info: PassInfo) -> None:
         self._mask = info.token_mask
         self._weights = self._psi(info.confidence)
         N = info.token_mask.shape[0]
-        if self.rerank and self._ids.shape[1] != N:
-            L, _, K = self._ids.shape
-            self._ids = np.zeros((L, N, K), np.int64)
+        L, previous_N, K = self._ids.shape
+        if previous_N != N:
+            self._ids = np.zeros((L, N, K), np.int32)
             self._gates = np.zeros((L, N, K), np.float32)
 
-    def _psi(self, confidence: Float[np.ndarray, " N"]) -> Float[np.ndarray, "N 1"]:
+    def _psi(self, confidence: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
         """psi(c) per token, 0 where there is no token."""
         weights = self._mask.astype(np.float64)
         if self.psi == "confidence":
             weights *= confidence
         elif self.psi == "square":
             weights *= confidence * confidence
-        return weights[:, None]
+        return weights
 
     def observe(self, routing: LayerRouting) -> None:
-        ids, gates = routing.expert_ids, routing.gates
-        if self.rerank:
-            # Copies: the arrays of a routing are only lent, the carrier overwrites them for the next layer.
-            self._ids[routing.layer] = ids
-            self._gates[routing.layer] = gates
-        sums = np.bincount(ids.ravel(), (gates * self._weights).ravel(), self.context.num_experts)
-        total = sums.sum()
-        if total > 0:
-            sums = sums / total
-        self._scores[routing.layer] = sums
+        score_layer(
+            routing.layer, routing.expert_ids, routing.gates, self._weights, self._ids, self._gates, self._scores
+        )
 
     def end_iteration(self, outcome: IterationOutcome) -> None:
-        if not self.rerank:
-            return
-        weights = self._gates * self._psi(outcome.confidence)
-        cells = (self._ids + self._row_start).ravel()
-        sums = np.bincount(cells, weights.ravel(), self._scores.size).reshape(self._scores.shape)
-        totals = sums.sum(axis=1, keepdims=True)
-        self._scores = sums / np.where(totals > 0, totals, 1.0)
+        if self.rerank:
+            weights = self._psi(outcome.confidence)
+            score_layers(self._ids, self._gates, weights, self._scores)
 
     def scores(self, layer: int) -> Float[np.ndarray, " E"]:
-        return self._scores[layer]
+        return self._rows[layer]
+
+
+@native.compiled
+def score_layer(
+    layer: int,
+    expert_ids: Int32[np.ndarray, "N K"],
+    gates: Float32[np.ndarray, "N K"],
+    weights: Float[np.ndarray, " N"],
+    kept_ids: Int32[np.ndarray, "L N K"],
+    kept_gates: Float32[np.ndarray, "L N K"],
+    scores: Float[np.ndarray, "L E"],
+) -> None:
+    """Writes a layer's priorities, and copies of its routes: those of a routing are only lent."""
+    kept_ids[layer] = expert_ids
+    kept_gates[layer] = gates
+    _score(expert_ids, gates, weights, scores[layer])
+
+
+@native.compiled
+def score_layers(
+    expert_ids: Int32[np.ndarray, "L N K"],
+    gates: Float32[np.ndarray, "L N K"],
+    weights: Float[np.ndarray, " N"],
+    scores: Float[np.ndarray, "L E"],
+) -> None:
+    """Writes the priorities of all layers."""
+    L, E = scores.shape
+    _score(expert_ids + (np.arange(L) * E)[:, None, None], gates, weights, scores)
+
+
+def _score(
+    cells: Int[np.ndarray, "*L N K"],
+    gates: Float32[np.ndarray, "*L N K"],
+    weights: Float[np.ndarray, " N"],
+    scores: Float[np.ndarray, "*L E"],
+) -> None:
+    """Sums over tokens of gate times the token's weight, divided by their total where that is positive.
+
+    Sums run in the order of tokens, totals in that of experts.
+
+    Args:
+      cells: where in `scores`, raveled, each pair is added.
+    """
+    weighted = gates * weights[:, None]
+    sums = np.bincount(cells.ravel(), weighted.ravel(), scores.size).reshape(scores.shape)
+    totals = sums.cumsum(axis=-1)[..., -1:]
+    np.divide(sums, np.where(totals > 0, totals, 1.0), out=scores)

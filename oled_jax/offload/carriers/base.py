@@ -1,16 +1,30 @@
-"""What a carrier is: it brings the router's result to the cache manager and the plan and its pages to the device."""
+"""What a carrier is: it brings the router's result to the cache manager, and the plan and its pages to the device.
 
-from typing import Protocol, runtime_checkable
+It has two sides. A `Carrier` is traced inside the model's program, once for each MoE layer, and is gone when that is
+compiled. A `Mover` belongs to an engine and does what happens between passes.
+"""
 
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol, runtime_checkable
+
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
+from oled_jax.offload.manager import CacheManager
 from oled_jax.offload.plan import PlanLayout
 from oled_jax.offload.pool import Pool
+from oled_jax.offload.schedule import Move
+from oled_jax.offload.store import PageStore
+
+Plan = dict[str, Int[Array, "..."]]  # fields of `PlanLayout`
+
+# Computes the work items first <= i < end from the pool into the rows of `out`.
+Compute = Callable[[Int[Array, ""], Int[Array, ""], Pool, Float[Array, "I R D"]], Float[Array, "I R D"]]
 
 
 @runtime_checkable
 class Carrier(Protocol):
-    """Traced inside the model's program, once per MoE layer. Carries out plans and decides nothing."""
+    """Carries out plans and decides nothing."""
 
     def route(
         self,
@@ -18,25 +32,50 @@ class Carrier(Protocol):
         x: Float[Array, "N D"],
         ids: Int[Array, "N K"],
         gates: Float[Array, "N K"],
-        layout: PlanLayout,
-    ) -> dict[str, Int[Array, "..."]]:
-        """Asks the manager. Returns the plan's fields (`PlanLayout.fields`)."""
-        ...
-
-    def fetch(
-        self,
-        layer: int,
         pool: Pool,
-        experts: Int[Array, " M"],
-        slots: Int[Array, " M"],
-        begin: Int[Array, ""],
-        end: Int[Array, ""],
-    ) -> Pool:
-        """Moves pages begin <= i < end of a layer from the store into their slots."""
+        layout: PlanLayout,
+    ) -> tuple[Pool, Plan]:
+        """Asks the manager."""
         ...
 
-    def add_cpu_share(
-        self, layer: int, cpu_pairs: Int[Array, ""], total: Float32[Array, "N D"]
-    ) -> Float32[Array, "N D"]:
-        """`total` plus what the CPU computes for this layer; `total` itself, bit for bit, if cpu_pairs is 0."""
+    def carry_out(
+        self, layer: int, plan: Plan, pool: Pool, out: Float[Array, "I R D"], compute: Compute
+    ) -> tuple[Pool, Float[Array, "I R D"]]:
+        """Moves the plan's pages and computes each work item when its page is in place."""
+        ...
+
+    def add_cpu_share(self, layer: int, plan: Plan, pool: Pool, total: Float32[Array, "N D"]) -> Float32[Array, "N D"]:
+        """`total` plus what the CPU computes for this layer; `total` itself, bit for bit, if it computes nothing."""
+        ...
+
+
+@runtime_checkable
+class Mover(Protocol):
+    """The host side of a carrier, for one engine. Made from its store, and its manager if it runs passes.
+
+    name: of the carrier. overlaps: pages move beside the arithmetic. handle: operand by which programs find the
+    engine. operands: the store's arrays, as far as programs read them.
+    """
+
+    name: ClassVar[str]
+    overlaps: ClassVar[bool]
+    handle: np.int32
+    operands: Sequence[Pool]
+
+    def __init__(self, store: PageStore, manager: CacheManager | None = None) -> None: ...
+
+    def attach(self, pool: Pool) -> None:
+        """The engine's pool is this one from now on: at the start, and after a failure that consumed the last."""
+        ...
+
+    def stage(self, pool: Pool, moves: Sequence[Move]) -> Pool:
+        """Moves pages between passes."""
+        ...
+
+    def drain(self, pool: Pool) -> None:
+        """Waits until every staged page is in the pool that `stage` returned."""
+        ...
+
+    def reset(self) -> None:
+        """After a failed pass: forgets what was asked for. When this returns nothing writes to the pool."""
         ...

@@ -118,6 +118,29 @@ class CpuExperts(abc.ABC):
     def close(self) -> None:
         """Ends the worker threads. May be called twice."""
 
+    def _require_fit(self, work: CpuWork) -> None:
+        gate_up, _ = self.pages[work.layer]
+        if work.hidden.shape[1] != gate_up.shape[2] or work.hidden.dtype != gate_up.dtype:
+            raise ValueError(
+                f"CPU experts: hidden {work.hidden.dtype} {work.hidden.shape} does not fit pages "
+                f"{gate_up.dtype} {gate_up.shape}"
+            )
+
+    def _not_finite(
+        self, layer: int, expert: int, x: Float[np.ndarray, "n D"], gates: Float[np.ndarray, " n"]
+    ) -> RuntimeError:
+        """The error for an expert's result that is not finite: where, and whose fault it is."""
+        gate_up, down = self.pages[layer]
+        if not (np.isfinite(gate_up[expert]).all() and np.isfinite(down[expert]).all()):
+            blame = "its weights hold NaN or infinity"
+        elif not (np.isfinite(x).all() and np.isfinite(gates).all()):
+            blame = "the hidden states or gates hold NaN or infinity"
+        else:
+            blame = "float32 overflowed"
+        return RuntimeError(
+            f"CPU experts ({self.name}): layer {layer}, expert {expert}: the result is not finite: {blame}"
+        )
+
     def __enter__(self) -> "CpuExperts":
         return self
 

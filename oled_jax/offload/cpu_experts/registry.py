@@ -3,19 +3,20 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 
 from oled_jax.errors import UsageError
 from oled_jax.offload.cpu_experts.base import CpuExperts, CpuWork, LayerPages
+from oled_jax.offload.cpu_experts.cores import physical_cores
+from oled_jax.offload.cpu_experts.native import NativeExperts
 from oled_jax.offload.cpu_experts.numba import NumbaExperts
 from oled_jax.offload.cpu_experts.numpy import NumpyExperts
 from oled_jax.offload.cpu_experts.xla import XlaExperts
 
 BACKENDS: Mapping[str, type[CpuExperts]] = MappingProxyType(
-    {backend.name: backend for backend in (NumpyExperts, XlaExperts, NumbaExperts)}
+    {backend.name: backend for backend in (NumpyExperts, XlaExperts, NumbaExperts, NativeExperts)}
 )
 AUTO = "auto"
 MEASURE_S = 0.25  # at most, for each backend, compilation not counted
@@ -49,15 +50,6 @@ def default_threads() -> int:
     """
     cpus = os.sched_getaffinity(0)
     return max(1, min(physical_cores(cpus) - 2, len(cpus) // 2))
-
-
-def physical_cores(cpus: set[int], root: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Cores behind these logical CPUs; where the system does not say, each CPU counts as one."""
-    cores = set()
-    for cpu in cpus:
-        siblings = root / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-        cores.add(siblings.read_text().strip() if siblings.is_file() else str(cpu))
-    return len(cores)
 
 
 def _fastest(pages: Sequence[LayerPages], threads: int) -> CpuExperts:

@@ -68,12 +68,7 @@ class ThreadedCpuExperts(CpuExperts):
         """down[:, columns] @ (silu(gate @ x) * (up @ x))[columns] in float32, in a fresh array."""
 
     def submit(self, work: CpuWork) -> None:
-        gate_up, _ = self.pages[work.layer]
-        if work.hidden.shape[1] != gate_up.shape[2] or work.hidden.dtype != gate_up.dtype:
-            raise ValueError(
-                f"CPU experts: hidden {work.hidden.dtype} {work.hidden.shape} does not fit pages "
-                f"{gate_up.dtype} {gate_up.shape}"
-            )
+        self._require_fit(work)
         job = Job(work, self._parts(len(work.experts)))
         with self._lock:
             self._require_open()
@@ -175,16 +170,5 @@ class ThreadedCpuExperts(CpuExperts):
         rows = self._compute(layer, expert, columns, x)
         rows *= gates[:, None]
         if not np.isfinite(rows).all():
-            raise RuntimeError(
-                f"CPU experts ({self.name}): layer {layer}, expert {expert}: the result is not finite: "
-                + self._blame(layer, expert, x, gates)
-            )
+            raise self._not_finite(layer, expert, x, gates)
         return tokens, rows
-
-    def _blame(self, layer: int, expert: int, x: np.ndarray, gates: np.ndarray) -> str:
-        gate_up, down = self.pages[layer]
-        if not (np.isfinite(gate_up[expert]).all() and np.isfinite(down[expert]).all()):
-            return "its weights hold NaN or infinity"
-        if not (np.isfinite(x).all() and np.isfinite(gates).all()):
-            return "the hidden states or gates hold NaN or infinity"
-        return "float32 overflowed"

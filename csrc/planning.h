@@ -1,0 +1,14 @@
+// The arithmetic of planning a layer, for the functions of oled_jax that `native.compiled` decorates.
+//
+// Each has the contract and the result, bit for bit, of the NumPy function of its name.
+
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace oled_jax {
+
+// Adds the submodule `planning`.
+void bind_planning(nanobind::module_& module);
+
+}  // namespace oled_jax
