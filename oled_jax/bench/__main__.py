@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from oled_jax.bench import accuracy
+from oled_jax.bench import accuracy, speed
 from oled_jax.cli import run_command
 from oled_jax.errors import UsageError
 
@@ -11,6 +11,7 @@ NAME = "oled_jax.bench"
 # name: (what it measures, the command)
 BENCHES: Mapping[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "accuracy": (accuracy.SUMMARY, accuracy.command),
+    "speed": (speed.SUMMARY, speed.command),
 }
 
 

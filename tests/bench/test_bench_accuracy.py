@@ -19,6 +19,8 @@ from oled_jax.demo.training.vocabulary import train_tokenizer
 from oled_jax.models.registry import config_from_hf
 from oled_jax.passes import PassKind
 
+pytestmark = pytest.mark.usefixtures("roomy_kv_cache")
+
 RAW = {**sizes.SMOKE, "dtype": "float32"}
 
 

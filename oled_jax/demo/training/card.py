@@ -46,7 +46,7 @@ def model_card(
       config: `config.json`.
       parameters: number of weights.
       record: of the training state: date, commands, steps, tokens, seconds, device; `scores` of the evaluation that
-        ended the training and `locality` (`bench.locality.summarise_locality`) where they were measured.
+        ended the training and `locality` (`traces.locality.Locality.as_json`) where they were measured.
       benches: JSON objects of `bench accuracy`, over the same questions with different caches.
     """
     sections = [HEADER, _shape(config, parameters), _data(), _training(record)]

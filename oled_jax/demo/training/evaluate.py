@@ -1,5 +1,6 @@
 """Evaluates an exported checkpoint by the path of `bench accuracy`: scores within a time limit, and locality."""
 
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 import jax
 
 from oled_jax.bench.accuracy import Answer, answer_items, score_line, summarise
-from oled_jax.bench.locality import measure_locality
 from oled_jax.config import DecodingConfig
 from oled_jax.demo.families import DEMO_FAMILIES, held_out_items
 from oled_jax.demo.items import Item
@@ -16,6 +16,8 @@ from oled_jax.demo.training.vocabulary import EOS_ID, MASK_ID
 from oled_jax.engine import Engine
 from oled_jax.load import CacheOptions, RunShape, load_engine, open_model, plan_run
 from oled_jax.text import TextCodec
+from oled_jax.traces.files import open_trace
+from oled_jax.traces.locality_meter import measure_locality
 
 SAMPLES = 3  # answers of each family that are printed
 
@@ -57,10 +59,15 @@ def evaluate(
 
 
 def locality(directory: Path, generation: Mapping[str, Any], *, prompts_each: int) -> dict[str, Any]:
-    """The routing's locality over held-out items of all families (`bench.locality`)."""
+    """The routing's locality over held-out items of all families, one at a time (`Locality.as_json`)."""
     items = [item for family in DEMO_FAMILIES for item in held_out_items(family, prompts_each)]
     engine, codec, decoding = _load(directory, generation, items, batch=1)
-    return measure_locality(engine, [codec.encode_prompt(item.prompt) for item in items], decoding)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "trace"
+        with engine.record(path, decoding):
+            for item in items:
+                engine.generate([codec.encode_prompt(item.prompt)], decoding)
+        return measure_locality(open_trace(path)).as_json()
 
 
 def _load(

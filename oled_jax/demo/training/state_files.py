@@ -78,7 +78,7 @@ def _parts(arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     for name, array in arrays.items():
         if parts[-1] and sum(a.nbytes for a in parts[-1].values()) + array.nbytes > MAX_FILE_BYTES:
             parts.append({})
-        parts[-1][name] = np.ascontiguousarray(array)
+        parts[-1][name] = np.asarray(array, order="C")  # ascontiguousarray would make a scalar an array of one
     return parts
 
 

@@ -1,0 +1,1 @@
+"""Replay of a routing trace under any policy, capacity and hardware profile. No JAX."""
