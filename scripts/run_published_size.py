@@ -29,6 +29,7 @@ def main() -> None:
         help="comma-separated; POLICY@BACKEND uses a CPU expert backend",
     )
     parser.add_argument("--cpu-threads", type=int)
+    parser.add_argument("--carrier", default="auto")
     parser.add_argument("--block-length", type=int, default=32)
     parser.add_argument("--prompt-length", type=int, default=128)
     parser.add_argument("--gen-length", type=int, default=64)
@@ -87,7 +88,9 @@ def measure(args: argparse.Namespace, config) -> list[dict]:
     for capacity in map(int, args.expert_cache.split(",")):
         for choice in args.policies.split(","):
             spec, _, backend = choice.partition("@")
-            costs = profile_for(profile_key(config, backend, args.cpu_threads), note).costs if backend else UNMEASURED
+            costs = UNMEASURED
+            if backend:
+                costs = profile_for(profile_key(config, backend, args.cpu_threads, args.carrier), note).costs
             shape = PolicyContext(
                 num_layers=config.num_moe_layers, num_experts=config.num_experts, top_k=config.num_experts_per_tok,
                 total_slots=capacity * config.num_moe_layers, costs=costs,
@@ -108,7 +111,7 @@ def measure(args: argparse.Namespace, config) -> list[dict]:
             for array in engine.pool:
                 array.delete()
             pool = empty_pool(manager.residency.num_slots, config.hidden_size, config.moe_intermediate_size, "bfloat16")
-            engine = Engine(config, trunk, pool=pool, store=store, manager=manager)
+            engine = Engine(config, trunk, pool=pool, store=store, manager=manager, carrier=args.carrier)
             compile_started = time.perf_counter()
             engine.generate([prompt], decoding)
             compile_s = time.perf_counter() - compile_started

@@ -1,14 +1,22 @@
-"""Fixtures that every test folder uses: the golden reference data, a tiny model, a cache directory; once a session."""
+"""Fixtures that every test folder uses: the golden reference data, a tiny model, a cache directory; once a session.
 
+Imports nothing heavy: the process that only hands out the tests to others reads this file, too.
+"""
+
+import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import pytest
-from tiny_model import write_tiny_model
 
 ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
+
+# Compiling is most of what the tests cost. LLVM's first level saves a quarter of it and gives the same bits (measured
+# over test_lossless.py). XLA's own passes, which decide what is fused, donated and copied, run as they always do.
+LLVM_LEVEL = "--xla_backend_optimization_level"
+if LLVM_LEVEL not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {LLVM_LEVEL}=1".strip()
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +31,8 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a tiny random checkpoint with a byte tokenizer (`tiny_model.RAW_CONFIG`)."""
+    from tiny_model import write_tiny_model
+
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
@@ -34,7 +44,20 @@ def _user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def roomy_kv_cache() -> Iterator[None]:
+    """KV caches of at least 192 positions, so that prompts of different lengths share programs (test_session.py)."""
+    from oled_jax import session
+
+    with pytest.MonkeyPatch.context() as patch:
+        capacity = session.kv_capacity
+        patch.setattr(session, "kv_capacity", lambda lengths, decoding: max(192, capacity(lengths, decoding)))
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import jax
+
     if jax.default_backend() == "gpu":
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

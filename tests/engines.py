@@ -13,6 +13,8 @@ from oled_jax.cost.profile import CostProfile
 from oled_jax.decode.events import Result
 from oled_jax.engine import Engine, load_offloaded, load_resident
 from oled_jax.models.kv_cache import KVCache
+from oled_jax.offload.carriers.registry import AUTO
+from oled_jax.offload.pool import empty_pool
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import PassInfo, Policy, PolicyContext
 from oled_jax.policies.registry import make_policy
@@ -21,7 +23,19 @@ from oled_jax.program import PassInputs, head_logits
 GREEDY = DecodingConfig(mask_id=511, eos_id=508, gen_length=24, block_length=8, threshold=0.5)
 
 
-class RecordedEngine(Engine):
+class CheckedEngine(Engine):
+    """Checks residency after every pass."""
+
+    def run_pass(
+        self, info: PassInfo, inputs: PassInputs, cache: KVCache, block_length: int
+    ) -> tuple[KVCache, jax.Array]:
+        cache, hidden = super().run_pass(info, inputs, cache, block_length)
+        if self.manager is not None:
+            check_residency(self)
+        return cache, hidden
+
+
+class RecordedEngine(CheckedEngine):
     """Keeps, for every pass, its kind and the logits of its real positions."""
 
     recorded: list[tuple[PassKind, np.ndarray]]
@@ -30,12 +44,9 @@ class RecordedEngine(Engine):
         self, info: PassInfo, inputs: PassInputs, cache: KVCache, block_length: int
     ) -> tuple[KVCache, jax.Array]:
         cache, hidden = super().run_pass(info, inputs, cache, block_length)
-        if not info.token_mask.any():  # a warm-up
-            return cache, hidden
-        logits = np.asarray(head_logits(self.config, self.trunk, hidden))
-        self.recorded.append((info.kind, logits.reshape(-1, logits.shape[-1])[info.token_mask]))
-        if self.manager is not None:
-            check_residency(self)
+        if info.token_mask.any():  # else it is a warm-up
+            logits = np.asarray(head_logits(self.config, self.trunk, hidden))
+            self.recorded.append((info.kind, logits.reshape(-1, logits.shape[-1])[info.token_mask]))
         return cache, hidden
 
 
@@ -72,24 +83,48 @@ def open_golden(directory: Path, dtype: str = "float32") -> tuple:
 
 
 def build(
-    config, source, policy: str | Policy, capacity: int = 0, *, spare: int = 5, cpu: str | None = None
+    config,
+    source,
+    policy: str | Policy,
+    capacity: int = 0,
+    *,
+    spare: int = 5,
+    cpu: str | None = None,
+    slots: int | None = None,
+    carrier: str = AUTO,
 ) -> RecordedEngine:
-    """An engine under a policy that records its logits; "all" holds every page. cpu: backend for misses."""
-    engine = build_plain(config, source, policy, capacity, spare=spare, cpu=cpu)
+    """An engine under a policy that records its logits; "all" holds every page.
+
+    cpu: backend for misses. slots: size of the pool, if larger than it need be. Engines whose pools have one size share
+    their programs, and compiling is most of what these tests cost.
+    """
+    engine = build_plain(config, source, policy, capacity, spare=spare, cpu=cpu, carrier=carrier)
+    if slots is not None:
+        needed = engine.pool.gate_up.shape[0]
+        assert slots >= needed, f"a pool of {slots} slots for an engine that needs {needed}"
+        engine._pool = empty_pool(slots, config.hidden_size, config.moe_intermediate_size, engine.pool.gate_up.dtype)
+        engine.mover.attach(engine.pool)
     engine.__class__ = RecordedEngine
     engine.recorded = []
     return engine
 
 
 def build_plain(
-    config, source, policy: str | Policy, capacity: int = 0, *, spare: int = 5, cpu: str | None = None
+    config,
+    source,
+    policy: str | Policy,
+    capacity: int = 0,
+    *,
+    spare: int = 5,
+    cpu: str | None = None,
+    carrier: str = AUTO,
 ) -> Engine:
     """The same, as users have it."""
     if policy == "all":
         return load_resident(config, source)
     if isinstance(policy, str):
         policy = make_policy(policy, context(config, capacity, cpu_available=cpu is not None))
-    return load_offloaded(config, source, policy, spare=spare, cpu_backend=cpu, cpu_threads=1)
+    return load_offloaded(config, source, policy, spare=spare, cpu_backend=cpu, cpu_threads=1, carrier=carrier)
 
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]], decoding: DecodingConfig = GREEDY) -> list[Result]:

@@ -18,10 +18,10 @@ LINE = record(
 )
 TEXT = {"type": "string", "minLength": 1}
 SCHEMA = record(
-    version={"const": 1},
+    version={"const": 2},
     key=record(
-        platform=TEXT, device=TEXT, cpu=TEXT, cpus=COUNT, hidden=COUNT, width=COUNT, dtype=TEXT, backend=TEXT,
-        threads=COUNT, jax=TEXT, numba={"type": ["string", "null"]},
+        platform=TEXT, device=TEXT, cpu=TEXT, cpus=COUNT, hidden=COUNT, width=COUNT, dtype=TEXT, carrier=TEXT,
+        backend=TEXT, threads=COUNT, jax=TEXT, numba={"type": ["string", "null"]},
     ),
     backend=TEXT,
     description=TEXT,

@@ -93,6 +93,7 @@ SETTINGS = _object(
     spare_slots=COUNT,
     cpu_experts=_or_null(TEXT),
     cpu_threads=_or_null(COUNT),
+    carrier=_or_null(TEXT),
     batch=COUNT,
     kv_positions=COUNT,
     prefill_chunk=COUNT,

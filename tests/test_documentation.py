@@ -1,13 +1,12 @@
 """Documents agree with the code where a machine can tell: links, flags, module names, the Python example."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from oled_jax.generate import build_parser
+from oled_jax.machine import MEMORY_FRACTION_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -44,13 +43,11 @@ def _names(line: str) -> list[str]:
     return [name if "/" in name or not folder else f"{folder}/{name}" for name in names]
 
 
-def test_the_python_example_runs(tmp_path):
+def test_the_python_example_runs(monkeypatch, capsys):
+    monkeypatch.setenv(MEMORY_FRACTION_VARIABLE, "0.5")  # that opening a model sets it ends with the test
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.S)
-    run = subprocess.run(
-        [sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    first, second, hit_rate = run.stdout.splitlines()
+    exec(example, {})
+    first, second, hit_rate = capsys.readouterr().out.splitlines()
     assert first == "eos The capital of Norway is Oslo."
     assert second == "eos First, 88 - 4 = 84. Then 84 + 47 = 131. Answer: 131"
     assert 0 < float(hit_rate) <= 1

@@ -78,6 +78,7 @@ def test_paged_and_resident_print_the_same_ids(run, acceptance, tmp_path):
 
 def test_without_a_model_text_comes_out_of_the_shipped_one(run, tiny_model, monkeypatch, tmp_path):
     monkeypatch.setattr(load, "demo_model_dir", lambda: tiny_model)
+    monkeypatch.setattr(shipped, "PROMPT", "Go on")  # less than a block: no program for prefill
     code, out, err = run("--prompt", "Hé", *SHORT, "--stats_json", tmp_path / "a.json")
     assert code == 0
     assert shipped.NOTICE in err
@@ -247,10 +248,11 @@ def test_opening_a_model_starts_no_backend(golden):
     subprocess.run([sys.executable, "-c", OPENING, str(golden / "llada2-tiny")], check=True, timeout=120)
 
 
-def test_a_process_of_its_own_keeps_compiled_programs(tmp_path):
+def test_a_process_of_its_own_keeps_compiled_programs(tiny_model, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != CACHE_VARIABLE}
     environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    command = [sys.executable, "-m", "oled_jax.generate", "--prompt", "x", *SHORT, "--policy", "all"]
+    words = ["--model", str(tiny_model), "--prompt", "x", *SHORT, "--policy", "all"]
+    command = [sys.executable, "-m", "oled_jax.generate", *words]
     done = subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
     )

@@ -2,7 +2,7 @@
 
 import pytest
 from decode.golden_traces import GoldenCase, compare, golden_cases
-from engines import build, open_tiny
+from engines import CheckedEngine, build_plain, open_tiny
 
 from oled_jax.config import DecodingConfig
 from oled_jax.decode.events import FinishEvent
@@ -13,7 +13,9 @@ CASES = [case for case in golden_cases() if case.args["temperature"] == 0 or cas
 
 @pytest.fixture(scope="module")
 def engine(golden):
-    return build(*open_tiny(golden), "oled", 6)
+    engine = build_plain(*open_tiny(golden), "oled", 6)
+    engine.__class__ = CheckedEngine
+    return engine
 
 
 def test_all_greedy_recordings_are_here():

@@ -3,6 +3,7 @@
 from oled_jax.cost.profile import CpuLine, CpuTime, FfnTime, Figures, HardwareProfile, ProfileKey
 
 KEY = ProfileKey(
+    carrier="portable",
     platform="gpu", device="Some GPU 80GB", cpu="Some CPU", cpus=16, hidden=2048, width=512, dtype="bfloat16",
     backend="auto", threads=6, jax="0.10.2", numba=None,
 )  # fmt: skip

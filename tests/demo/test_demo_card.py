@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from oled_jax.bench.locality import STATES, confidence_groups
 from oled_jax.demo.shipped import demo_model_dir
 from oled_jax.demo.training import sizes
 from oled_jax.demo.training.card import model_card, without_paths
+from oled_jax.traces.locality import STATES, confidence_groups
 
 RECORD = {
     "date": "2026-01-02", "command": ["python scripts/train_demo.py --state /root/a --minutes 9"], "steps": 10,

@@ -27,13 +27,13 @@ def dense(experts: GroupedExperts) -> moe.DenseExperts:
 @pytest.mark.parametrize("crowded", [False, True])
 def test_grouping_is_a_bijection_with_one_expert_per_item(crowded):
     E, rows = 8, 4
-    ids = jax.random.randint(jax.random.key(0), (37, 2), 0, 2 if crowded else E)
-    grouping = group(ids, E, rows)
+    ids = np.random.default_rng(0).integers(0, 2 if crowded else E, (37, 2)).astype(np.int32)
+    grouping = jax.jit(group, static_argnums=(1, 2))(ids, E, rows)
     pairs = np.asarray(grouping.pair_of_row)
     assert np.array_equal(np.sort(pairs[pairs < ids.size]), np.arange(ids.size))
     row_of_pair = np.asarray(grouping.row_of_pair).ravel()
     assert np.array_equal(pairs[row_of_pair], np.arange(ids.size))
-    assert np.array_equal(np.asarray(grouping.owner)[row_of_pair // rows], np.asarray(ids).ravel())
+    assert np.array_equal(np.asarray(grouping.owner)[row_of_pair // rows], ids.ravel())
 
 
 def test_item_rows_waste_little():
@@ -42,33 +42,37 @@ def test_item_rows_waste_little():
 
 
 def test_router_chooses_as_inference_does():
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (64, CONFIG.hidden_size))
-    weight = jax.random.normal(keys[1], (CONFIG.num_experts, CONFIG.hidden_size)) * 0.2
-    weight = weight.at[3].set(weight[2])  # a tie
-    bias = 0.1 * jax.random.normal(keys[2], (CONFIG.num_experts,)).at[3].set(0.0).at[2].set(0.0)
-    ids, gates = moe.route(x, weight, bias, CONFIG)
-    chosen = route(x, weight, bias, CONFIG)
+    E, D = CONFIG.num_experts, CONFIG.hidden_size
+    rng = np.random.default_rng(0)
+    x, weight, bias = (rng.standard_normal(shape, np.float32) for shape in ((64, D), (E, D), E))
+    weight, bias = 0.2 * weight, 0.1 * bias
+    weight[3] = weight[2]  # a tie
+    bias[2:4] = 0.0
+    x, weight, bias = map(jnp.asarray, (x, weight, bias))
+    inference, training = (jax.jit(function, static_argnums=3) for function in (moe.route, route))
+    ids, gates = inference(x, weight, bias, CONFIG)
+    chosen = training(x, weight, bias, CONFIG)
     assert np.array_equal(chosen.ids, ids)
     np.testing.assert_allclose(chosen.gates, gates, rtol=1e-6)
-    assert np.array_equal(chosen.loads, np.bincount(np.asarray(ids).ravel(), minlength=CONFIG.num_experts))
+    assert np.array_equal(chosen.loads, np.bincount(np.asarray(ids).ravel(), minlength=E))
 
     def total(function, x, weight):
         _, gates, *_ = function(x, weight, bias, CONFIG)
         return jnp.sum(gates * jnp.arange(gates.size).reshape(gates.shape))
 
-    got, want = (jax.grad(total, (1, 2))(function, x, weight) for function in (route, moe.route))
+    gradient = jax.jit(jax.grad(total, (1, 2)), static_argnums=0)
+    got, want = (gradient(function, x, weight) for function in (route, moe.route))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_grouped_experts_equal_dense_ones_with_their_gradients():
     _, experts = build_model(CONFIG, random_state().params, random_state().bias)
-    keys = jax.random.split(jax.random.key(2), 3)
     N, K = 48, CONFIG.num_experts_per_tok
-    x = jax.random.normal(keys[0], (N, CONFIG.hidden_size))
-    ids = jnp.argsort(jax.random.uniform(keys[1], (N, CONFIG.num_experts)))[:, :K].astype(jnp.int32)
-    gates = jax.random.uniform(keys[2], (N, K))
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.standard_normal((N, CONFIG.hidden_size), np.float32))
+    ids = jnp.asarray(np.argsort(rng.random((N, CONFIG.num_experts)))[:, :K].astype(np.int32))
+    gates = jnp.asarray(rng.random((N, K), np.float32))
 
     def grouped_loss(x, gates, gate_up, down):
         return jnp.sum(jnp.sin(GroupedExperts((gate_up,), (down,))(0, x, ids, gates, None)[0]))
@@ -82,9 +86,12 @@ def test_grouped_experts_equal_dense_ones_with_their_gradients():
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
 
 
+noised = jax.jit(add_noise, static_argnums=2)
+
+
 @jax.jit
 def plain_pass(params, bias, tokens):
-    """The inference network over one item, every block seeing itself and what came before."""
+    """The inference network over a canvas, every block seeing itself and what came before."""
     model, experts = build_model(CONFIG, params, bias)
     T = tokens.shape[1]
     positions = jnp.arange(T)[None]
@@ -93,9 +100,9 @@ def plain_pass(params, bias, tokens):
 
 
 def test_training_layout_equals_inference_passes(rows):
-    """Each noisy block equals the last block of a pass over its clean prefix and itself (REFERENCE section 5)."""
+    """Each noisy block equals that block of a pass over its clean prefix and itself (REFERENCE section 5)."""
     state, L = random_state(), SETTINGS.block_length
-    noisy, masked, _ = add_noise(jax.random.key(0), rows, SETTINGS)
+    noisy, masked, _ = noised(jax.random.key(0), rows, SETTINGS)
     assert masked.any()
     clean, segment = rows.tokens, rows.segment
     layout = Layout(block=block_numbers(segment), segment=segment, block_length=L)
@@ -104,15 +111,17 @@ def test_training_layout_equals_inference_passes(rows):
     def trained(params, bias):
         return forward(*build_model(CONFIG, params, bias), noisy, clean, layout).hidden
 
-    hidden = trained(state.params, state.bias)
+    hidden = np.asarray(trained(state.params, state.bias))
+    noisy, clean, segment, numbers = map(np.asarray, (noisy, clean, segment, layout.block))
     checked = 0
     for row, block in itertools.product(range(SHAPE.chunk), range(SHAPE.length // L)):
-        number = int(layout.block[row, block])
+        number = numbers[row, block]
         first = block - number
         assert (segment[row, first : block + 1] == segment[row, block]).all()
-        prefix = clean[row, first * L : block * L]
-        tokens = jnp.concatenate([prefix, noisy[row, block * L : (block + 1) * L]])[None]
-        want = plain_pass(state.params, state.bias, tokens)[0, -L:]
+        tokens = np.zeros((1, SHAPE.length), np.int32)  # blocks to come stay 0: nothing sees them
+        tokens[0, : number * L] = clean[row, first * L : block * L]
+        tokens[0, number * L : (number + 1) * L] = noisy[row, block * L : (block + 1) * L]
+        want = plain_pass(state.params, state.bias, tokens)[0, number * L : (number + 1) * L]
         np.testing.assert_allclose(hidden[row, block * L : (block + 1) * L], want, atol=5e-5)
         checked += number > 0
     assert checked > 0
@@ -146,12 +155,13 @@ def test_rows_hold_whole_items(rows, tokenizer):
 
 def test_noise_spares_prompts_and_masks_some_blocks_entirely(tokenizer):
     rows = Batch.of(make_rows(tokenizer, dataclasses.replace(SHAPE, chunk=16), 0, 1))
-    noisy, masked, noise = add_noise(jax.random.key(3), rows, SETTINGS)
-    assert not (masked & (rows.part == PROMPT)).any()
-    assert np.array_equal(np.asarray(noisy == MASK_ID), np.asarray(masked))
-    full = np.asarray(noise == 1.0).mean()
+    noisy, masked, noise = map(np.asarray, noised(jax.random.key(3), rows, SETTINGS))
+    part = np.asarray(rows.part)
+    assert not (masked & (part == PROMPT)).any()
+    assert np.array_equal(noisy == MASK_ID, masked)
+    full = (noise == 1.0).mean()
     assert 0.05 < full < 0.35
-    assert masked[(noise == 1.0) & (rows.part != PROMPT)].all()
+    assert masked[(noise == 1.0) & (part != PROMPT)].all()
 
 
 def test_workers_make_the_same_rows_in_the_same_order(tokenizer):

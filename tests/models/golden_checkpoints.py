@@ -7,7 +7,7 @@ at the network.
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,11 @@ class Checkpoint:
     def logits(self, case: Mapping[str, np.ndarray]) -> np.ndarray:
         hidden, _, _ = self.model(*model_inputs(case), experts=self.experts)
         return np.asarray(self.model.logits(hidden))
+
+
+def compiled(function: Callable[..., Any], *inputs: Any) -> Any:
+    """The result of a part of a model, in one program: called as it is, each of its operations would be compiled."""
+    return jax.jit(function)(*inputs)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -3,6 +3,7 @@
 The lowest rung that fails names the cause. Tolerances are those of the golden data's README, or tighter.
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_checkpoints import Checkpoint, load_checkpoint, model_inputs
+from golden_checkpoints import Checkpoint, compiled, load_checkpoint, model_inputs
 from safetensors.numpy import load_file
 
 from oled_jax.models.layers import attend, rms_norm
@@ -64,7 +65,7 @@ def test_embedding_and_norm(tiny: Checkpoint, case: dict[str, np.ndarray]) -> No
 
 
 def test_rotary_tables(tiny: Checkpoint, case: dict[str, np.ndarray]) -> None:
-    cos, sin = rotary_tables(tiny.config, model_inputs(case)[1])
+    cos, sin = compiled(functools.partial(rotary_tables, tiny.config), model_inputs(case)[1])
     # An angle near 1500 has a float32 spacing of 1.2e-4: that is what two exact computations may differ by.
     close(cos, case["cos"], 2e-4)
     close(sin, case["sin"], 2e-4)
@@ -73,15 +74,16 @@ def test_rotary_tables(tiny: Checkpoint, case: dict[str, np.ndarray]) -> None:
 def test_attention_inputs(tiny: Checkpoint, case: dict[str, np.ndarray]) -> None:
     attention = tiny.model.layers[0].attention
     x = jnp.asarray(case["layers.0.input_norm"])
-    close(attention.query_key_value(x), case["layers.0.qkv"])
+    close(compiled(attention.query_key_value, x), case["layers.0.qkv"])
     tables = (jnp.asarray(case["cos"]), jnp.asarray(case["sin"]))
-    for actual, name in zip(attention.project(x, tables), ("q_rope", "k_rope", "v"), strict=True):
+    projected = compiled(attention.project, x, tables)
+    for actual, name in zip(projected, ("q_rope", "k_rope", "v"), strict=True):
         close(actual.swapaxes(1, 2), case[f"layers.0.{name}"])
 
 
 def test_attention(tiny: Checkpoint, case: dict[str, np.ndarray]) -> None:
     queries, keys, values = (jnp.asarray(case[f"layers.0.{name}"]) for name in ("q_rope", "k_rope", "v"))
-    context = attend(queries.swapaxes(1, 2), keys, values, model_inputs(case)[2])
+    context = compiled(attend, queries.swapaxes(1, 2), keys, values, model_inputs(case)[2])
     close(context, case["layers.0.attn_context"])
     B, T = context.shape[:2]
     close(tiny.model.layers[0].attention.dense(context.reshape(B, T, -1)), case["layers.0.attn_out"])
@@ -90,9 +92,9 @@ def test_attention(tiny: Checkpoint, case: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("layer", [1, 2, 3])
 def test_router(tiny: Checkpoint, case: dict[str, np.ndarray], layer: int) -> None:
     block = tiny.model.layers[layer]
-    x = block.post_attention_layernorm(before_mlp(case, layer)).reshape(-1, tiny.config.hidden_size)
-    ids, gates = block.mlp.gate(x)
-    K = tiny.config.num_experts_per_tok
+    D, K = tiny.config.hidden_size, tiny.config.num_experts_per_tok
+    x = before_mlp(case, layer)
+    ids, gates = compiled(lambda x: block.mlp.gate(block.post_attention_layernorm(x).reshape(-1, D)), x)
     np.testing.assert_array_equal(np.asarray(ids), case[f"layers.{layer}.topk_idx"].reshape(-1, K))
     close(gates, case[f"layers.{layer}.topk_weight"].reshape(-1, K), 1e-5)
 
@@ -106,17 +108,22 @@ def test_one_expert_in_double_precision(tiny: Checkpoint) -> None:
     gated = x @ gate.T
     expected = 0.5 * ((gated / (1 + np.exp(-gated))) * (x @ up.T)) @ down.T
     ids, gates = jnp.full((5, 1), expert), jnp.full((5, 1), 0.5)
-    actual, carry = tiny.experts(layer, jnp.asarray(x), ids, gates, "kept")
+    actual, carry = compiled(functools.partial(tiny.experts, layer), jnp.asarray(x), ids, gates, {"kept": ids})
     close(actual, expected, 1e-5)
-    assert carry == "kept"
+    np.testing.assert_array_equal(carry["kept"], ids)
 
 
 @pytest.mark.parametrize("layer", [1, 3])
 def test_moe_block(tiny: Checkpoint, case: dict[str, np.ndarray], layer: int) -> None:
     block = tiny.model.layers[layer]
-    x = block.post_attention_layernorm(before_mlp(case, layer))
-    close(block.mlp.shared_experts(x), case[f"layers.{layer}.shared_out"])
-    close(block.mlp(x, layer - 1, tiny.experts, None)[0], case[f"layers.{layer}.mlp_out"])
+
+    def both(x: jnp.ndarray) -> tuple[jnp.ndarray, jnp.ndarray]:
+        x = block.post_attention_layernorm(x)
+        return block.mlp.shared_experts(x), block.mlp(x, layer - 1, tiny.experts, None)[0]
+
+    shared, mixture = compiled(both, before_mlp(case, layer))
+    close(shared, case[f"layers.{layer}.shared_out"])
+    close(mixture, case[f"layers.{layer}.mlp_out"])
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -124,9 +131,9 @@ def test_layer(tiny: Checkpoint, case: dict[str, np.ndarray], layer: int) -> Non
     block = tiny.model.layers[layer]
     h = jnp.asarray(case[f"layers.{layer - 1}.out" if layer else "embed"])
     tables = (jnp.asarray(case["cos"]), jnp.asarray(case["sin"]))
-    h, _ = block.attend(h, tables, model_inputs(case)[2])
+    h, _ = compiled(block.attend, h, tables, model_inputs(case)[2])
     close(h, before_mlp(case, layer))
-    h, _ = block.feed_forward(h, layer - 1, tiny.experts, None)
+    h = compiled(lambda h: block.feed_forward(h, layer - 1, tiny.experts, None)[0], h)
     close(h, case[f"layers.{layer}.out"])
 
 
@@ -172,7 +179,8 @@ def test_router_is_float32_on_bfloat16_input(tiny: Checkpoint, forward: dict[str
     x = jnp.asarray(forward["len32_block8"]["layers.1.out"][0]).astype(jnp.bfloat16)
     gate = tiny.model.layers[2].mlp.gate
     weight, bias = gate.weight[...], gate.expert_bias[...]
-    narrow = route(x, weight.astype(jnp.bfloat16), bias, tiny.config)
-    wide = route(x.astype(jnp.float32), weight, bias, tiny.config)
+    routed = functools.partial(compiled, functools.partial(route, config=tiny.config))
+    narrow = routed(x, weight.astype(jnp.bfloat16), bias)
+    wide = routed(x.astype(jnp.float32), weight, bias)
     for a, b in zip(narrow, wide, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

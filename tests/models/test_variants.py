@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from golden_checkpoints import load_checkpoint, model_inputs
+from golden_checkpoints import Checkpoint, load_checkpoint, model_inputs
 
 from oled_jax.models.moe import DenseExperts
 
@@ -25,17 +25,20 @@ def test_all_variants_are_listed(golden: Path) -> None:
     assert set(VARIANTS) == set(json.loads((golden / "variants" / "variants.json").read_text()))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_logits(golden: Path, name: str) -> None:
-    folder = golden / "variants" / name
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(golden: Path, request: pytest.FixtureRequest) -> tuple[Path, Checkpoint]:
+    folder = golden / "variants" / request.param
+    return folder, load_checkpoint(folder)
+
+
+def test_logits(variant: tuple[Path, Checkpoint]) -> None:
+    folder, checkpoint = variant
     with np.load(folder / "golden.npz") as case:
-        checkpoint = load_checkpoint(folder)
         np.testing.assert_allclose(checkpoint.logits(case), case["logits"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_every_tensor_of_the_file_is_accounted_for(golden: Path, name: str) -> None:
-    checkpoint = load_checkpoint(golden / "variants" / name)
+def test_every_tensor_of_the_file_is_accounted_for(variant: tuple[Path, Checkpoint]) -> None:
+    _, checkpoint = variant
     config, family = checkpoint.config, checkpoint.family
     trunk = {tensor.name: tensor.shape for tensor in family.trunk_tensors(config)}
     rest = {key: value for key, value in checkpoint.tensors.items() if ".mlp.experts." not in key}

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from oled_jax import native
 from oled_jax.offload.cpu_experts import CpuExperts, CpuWork, make_cpu_experts
 from oled_jax.offload.cpu_experts.base import LayerPages
 
@@ -78,6 +79,8 @@ def check(pages: list[LayerPages], work: CpuWork, result: np.ndarray) -> None:
 def make(name: str, pages: list[LayerPages], threads: int = 2) -> CpuExperts:
     if name == "numba":
         pytest.importorskip("numba")
+    if name == "native" and native.extension is None:
+        pytest.skip(native.UNAVAILABLE)
     return make_cpu_experts(name, pages, threads=threads)
 
 

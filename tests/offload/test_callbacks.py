@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import build, check_residency, context, open_tiny, run
+from engines import GREEDY, build, check_residency, context, open_tiny, run
 
 from oled_jax.policies.lru import LruPolicy
+
+pytestmark = pytest.mark.usefixtures("roomy_kv_cache")
 
 
 class PolicyBrokeError(Exception):
@@ -32,10 +34,10 @@ class Breaks(LruPolicy):
 @pytest.mark.parametrize("fuse", [1, 2, 20])
 def test_an_exception_in_a_policy_reaches_the_caller_and_the_engine_lives_on(golden, fuse):
     config, source = open_tiny(golden)
-    expected = run(build(config, source, "all"), [[1, 2, 3]])[0].output_ids
     policy = Breaks(context(config, 4))
+    engine = build(config, source, policy, carrier="portable")
+    expected = run(engine, [[1, 2, 3]])[0].output_ids
     policy.fuse = fuse
-    engine = build(config, source, policy)
     with pytest.raises(PolicyBrokeError, match="in layer"):
         run(engine, [list(range(20))])
     check_residency(engine)
@@ -43,9 +45,7 @@ def test_an_exception_in_a_policy_reaches_the_caller_and_the_engine_lives_on(gol
 
 
 def test_an_engine_refuses_two_runs_at_once(golden):
-    from engines import GREEDY
-
-    engine = build(*open_tiny(golden), "lru", 4)
+    engine = build(*open_tiny(golden), "lru", 4, carrier="portable")
     first = engine.stream([[1, 2, 3]], GREEDY)
     next(first)
     with pytest.raises(RuntimeError, match="already generating"):
@@ -60,12 +60,12 @@ WATCHED = """
     faulthandler.dump_traceback_later(240, exit=True)
     import dataclasses
     from pathlib import Path
-    from engines import GREEDY, build_plain, open_tiny, run
-    engine = build_plain(*open_tiny(Path(sys.argv[1])), "oled", 5)
-    decoding = dataclasses.replace(GREEDY, gen_length=128, eos_id=-1, threshold=2.0, steps=8)
+    from engines import GREEDY, build_plain, open_golden, run
+    engine = build_plain(*open_golden(Path(sys.argv[1])), "oled", 3, carrier="portable")
+    decoding = dataclasses.replace(GREEDY, mask_id=95, gen_length=128, eos_id=-1, threshold=2.0, steps=8)
     passes = 0
     while passes < 1000:
-        result = run(engine, [[passes % 500]], decoding)[0]
+        result = run(engine, [[passes % 90]], decoding)[0]
         passes += sum(result.passes.values())
     print("passes", passes)
 """
@@ -73,7 +73,7 @@ WATCHED = """
 
 def test_a_thousand_iterations_on_two_cores_under_a_watchdog(golden):
     child = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(WATCHED), str(golden)],
+        [sys.executable, "-c", textwrap.dedent(WATCHED), str(golden / "variants" / "base-float32")],
         env=os.environ | {"PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"},
         capture_output=True,
         text=True,
@@ -86,6 +86,6 @@ def test_a_thousand_iterations_on_two_cores_under_a_watchdog(golden):
 
 def test_hidden_states_of_a_large_pass_cross_the_callback(golden):
     """Operands beyond a few KB are copied asynchronously by XLA: a callback must not wait for itself."""
-    engine = build(*open_tiny(golden), "lru", 3)
+    engine = build(*open_tiny(golden), "lru", 3, carrier="portable")
     prompt = np.random.default_rng(0).integers(0, 500, 1030).tolist()
     assert len(run(engine, [prompt])[0].output_ids) == 24

@@ -10,6 +10,8 @@ from oled_jax.errors import PolicyError
 from oled_jax.offload.cpu_experts.workers import ThreadedCpuExperts
 from oled_jax.policies.lru import LruPolicy
 
+pytestmark = pytest.mark.usefixtures("roomy_kv_cache")
+
 PROMPT = list(range(20))
 
 
@@ -20,7 +22,8 @@ def model(golden):
 
 @pytest.fixture(scope="module")
 def expected(model):
-    return run(build(*model, "all"), [PROMPT])[0].output_ids
+    """What an engine of the same shape answers where nothing breaks."""
+    return run(build(*model, "lru", 3), [PROMPT])[0].output_ids
 
 
 class Keeps(LruPolicy):

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from manager_cases import E, K, L, N, info, outcome, packed, routes
 
 from oled_jax.cost.profile import UNMEASURED
 from oled_jax.errors import PolicyError
@@ -11,17 +12,14 @@ from oled_jax.offload.manager import CacheManager
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import (
     Decision,
-    IterationOutcome,
     LayerRouting,
     PageRequest,
-    PassInfo,
     Policy,
     PolicyContext,
     top_scored,
 )
 from oled_jax.policies.registry import make_policy
 
-L, E, K, N = 3, 16, 2, 8
 CONTEXT = PolicyContext(num_layers=L, num_experts=E, top_k=K, total_slots=4 * L, costs=UNMEASURED)
 
 
@@ -52,37 +50,6 @@ class Scripted(Policy):
 
     def scores(self, layer):
         return np.arange(E, dtype=float)
-
-
-def info(kind=PassKind.DENOISE, tokens=N, real=None) -> PassInfo:
-    mask = np.ones(tokens, bool) if real is None else np.arange(tokens) < real
-    return PassInfo(
-        kind=kind,
-        token_ids=np.zeros(tokens, np.int32),
-        masked=np.zeros(tokens, bool),
-        token_mask=mask,
-        confidence=np.ones(tokens, np.float32),
-    )
-
-
-def outcome(kind=PassKind.DENOISE) -> IterationOutcome:
-    start = info(kind)
-    return IterationOutcome(
-        kind=kind,
-        token_ids=start.token_ids,
-        written=start.masked,
-        masked=start.masked,
-        confidence=start.confidence,
-    )
-
-
-def packed(ids) -> np.ndarray:
-    ids = np.asarray(ids, np.int32)
-    return np.concatenate([ids, np.full(ids.shape, 0.5, np.float32).view(np.int32)], axis=1)
-
-
-def routes(rng, tokens=N) -> np.ndarray:
-    return np.stack([rng.permutation(E)[:K] for _ in range(tokens)]).astype(np.int32)
 
 
 def carry_out(contents: np.ndarray, manager: CacheManager, layer: int, ids: np.ndarray, plan: np.ndarray) -> None:

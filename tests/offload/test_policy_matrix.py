@@ -9,9 +9,12 @@ from engines import GREEDY, build, open_golden, run
 from oled_jax.passes import PassKind
 from oled_jax.policies.registry import POLICIES
 
+pytestmark = pytest.mark.usefixtures("roomy_kv_cache")
+
 # The smallest golden model: 2 MoE layers of 8 experts.
 CAPACITIES = (1, 5)
-DECODING = dataclasses.replace(GREEDY, mask_id=95, eos_id=-1, gen_length=18)
+SLOTS = 2 * 5 + 5  # capacity 5 and the spare slots: with one size, all runs share programs (test_lossless.py: others)
+DECODING = dataclasses.replace(GREEDY, mask_id=95, eos_id=-1, gen_length=18, steps=4)
 NEEDS_CPU = [name for name, entry in POLICIES.items() if entry.needs_cpu]
 TRANSFERRING = [
     name for name, entry in POLICIES.items() if not (entry.needs_cpu or entry.needs_future or entry.is_reference)
@@ -27,10 +30,12 @@ ON_CPU = [*NEEDS_CPU, "oled", *(f"oled:dispatch={rule}" for rule in ("load", "cp
 # sums in another order. Observed at most 2e-5.
 CPU_ATOL = 2e-4
 
-# One after the other: a batch of unequal prompts, one of them long, then one more; several blocks each. No empty
-# prompt: in a block of masks alone all positions tie, and rounding would choose between them.
-BATCH = [[5, 6, 7, 8, 9], list(range(40, 59)), np.random.default_rng(3).integers(0, 90, 60).tolist()]
-SHORT = [1, 2, 3]
+# One after the other: a batch of unequal prompts, one of them long, then one of short ones; several blocks each. No
+# empty prompt: in a block of masks alone all positions tie, and rounding would choose between them.
+BATCHES = (
+    [[5, 6, 7, 8, 9], list(range(40, 59)), np.random.default_rng(3).integers(0, 90, 60).tolist()],
+    [[1, 2, 3], [80], [7, 70]],
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +44,9 @@ def model(golden):
 
 
 def outcome(engine, block_length):
+    """Output ids and the logits of every pass."""
     decoding = dataclasses.replace(DECODING, block_length=block_length)
-    results = run(engine, BATCH, decoding) + run(engine, [SHORT], decoding)
+    results = [result for prompts in BATCHES for result in run(engine, prompts, decoding)]
     return [result.output_ids for result in results], [logits for _, logits in engine.recorded]
 
 
@@ -53,7 +59,7 @@ def block_length(request):
 def reference(model, block_length):
     """Tokens of `all`; logits of one policy at one capacity (test_lossless.py compares all capacities)."""
     tokens, _ = outcome(build(*model, "all"), block_length)
-    same_tokens, logits = outcome(build(*model, "lru", CAPACITIES[1]), block_length)
+    same_tokens, logits = outcome(build(*model, "lru", CAPACITIES[1], slots=SLOTS), block_length)
     assert same_tokens == tokens
     return tokens, logits
 
@@ -68,7 +74,7 @@ def reference(model, block_length):
     indirect=["block_length"],
 )
 def test_policies_that_transfer_give_the_same_bits(model, reference, block_length, policy, capacity):
-    engine = build(*model, policy, capacity)
+    engine = build(*model, policy, capacity, slots=SLOTS)
     tokens, logits = outcome(engine, block_length)
     assert tokens == reference[0]
     for mine, expected in zip(logits, reference[1], strict=True):
@@ -79,7 +85,7 @@ def test_policies_that_transfer_give_the_same_bits(model, reference, block_lengt
 @pytest.mark.parametrize("policy", ON_CPU)
 @pytest.mark.parametrize("block_length", [4, 8, 16], indirect=True)
 def test_policies_that_use_the_cpu_give_the_same_tokens(model, reference, block_length, policy):
-    engine = build(*model, policy, CAPACITIES[0], cpu="numpy")
+    engine = build(*model, policy, CAPACITIES[0], cpu="numpy", slots=SLOTS)
     tokens, logits = outcome(engine, block_length)
     engine.close()
     assert tokens == reference[0]
@@ -94,7 +100,7 @@ def test_policies_that_use_the_cpu_give_the_same_tokens(model, reference, block_
 def test_every_cpu_backend_serves_the_engine(model, reference, block_length, backend):
     if backend == "numba":
         pytest.importorskip("numba")
-    engine = build(*model, "oled:dispatch=cpu", CAPACITIES[0], cpu=backend)
+    engine = build(*model, "oled:dispatch=cpu", CAPACITIES[0], cpu=backend, slots=SLOTS)
     tokens, logits = outcome(engine, block_length)
     engine.close()
     assert tokens == reference[0]

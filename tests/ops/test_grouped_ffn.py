@@ -17,16 +17,13 @@ SHAPES = [(16, 4, 32, 64, 32), (80, 2, 8, 48, 16), (1, 2, 4, 32, 16), (7, 3, 5, 
 TILED = [(16, 4, 12, 256, 128), (80, 2, 8, 128, 256), (3, 2, 4, 128, 128)]  # what the kernels' tiles divide
 
 
-def _triton(*operands):
-    return grouped_ffn_triton.grouped_ffn(*operands, interpret=jax.default_backend() != "gpu")
-
-
 XLA = functools.partial(grouped_ffn, implementation="xla")
+TRITON = functools.partial(grouped_ffn_triton.grouped_ffn, interpret=jax.default_backend() != "gpu")
 CASES = [
     *(pytest.param(XLA, shape, "float32", id=f"xla-{shape}-float32") for shape in SHAPES),
     *(pytest.param(XLA, shape, "bfloat16", id=f"xla-{shape}-bfloat16") for shape in SHAPES),
     *(pytest.param(XLA, shape, "bfloat16", id=f"xla-{shape}-bfloat16") for shape in TILED),
-    *(pytest.param(_triton, shape, "bfloat16", id=f"triton-{shape}-bfloat16") for shape in TILED),
+    *(pytest.param(TRITON, shape, "bfloat16", id=f"triton-{shape}-bfloat16") for shape in TILED),
 ]  # fmt: skip
 
 
@@ -43,26 +40,30 @@ def float64_rows(x, ids, gate_up, down):
 def draw(shape, dtype, seed=0):
     N, K, E, D, F = shape
     rng = np.random.default_rng(seed)
-    x = jnp.asarray(rng.standard_normal((N, D)), dtype)
-    gate_up = jnp.asarray(rng.standard_normal((E, 2 * F, D)) / D**0.5, dtype)
-    down = jnp.asarray(rng.standard_normal((E, D, F)) / F**0.5, dtype)
+    x = rng.standard_normal((N, D)).astype(jnp.dtype(dtype))
+    gate_up = (rng.standard_normal((E, 2 * F, D)) / D**0.5).astype(x.dtype)
+    down = (rng.standard_normal((E, D, F)) / F**0.5).astype(x.dtype)
     ids = np.stack([rng.permutation(E)[:K] for _ in range(N)])
     return x, ids, gate_up, down
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def rows_of_pairs(ffn, items, x, pair_row, slots, count, gate_up, down):
+    """[N, K, D], in one program: called one by one, the operations would be compiled one by one."""
+    # Poisoned, so that a row that was not written is seen.
+    out = jnp.full((items.max_items, items.rows, x.shape[1]), jnp.nan, x.dtype)
+    out = ffn(item_rows(x, pair_row, items), slots, (jnp.int32(0), count), gate_up, down, out)
+    return pair_rows(out, pair_row, items).astype(jnp.float32)
+
+
 def compute(ffn, shape, x, ids, gate_up, down, slot_of=None):
-    N, K, E, D, _ = shape
+    N, K, E, _, _ = shape
     items = ItemShape(num_tokens=N, top_k=K, num_experts=E)
     pair_row, counts = group_pairs(ids.ravel(), E, items)
     slots = np.zeros(items.max_items, np.int32)
     active = np.repeat(np.arange(E) if slot_of is None else slot_of, counts)
     slots[: active.size] = active
-    pair_row = jnp.asarray(pair_row)
-    # Poisoned, so that a row that was not written is seen.
-    out = jnp.full((items.max_items, items.rows, D), jnp.nan, x.dtype)
-    bounds = jnp.int32(0), jnp.int32(active.size)
-    out = ffn(item_rows(x, pair_row, items), jnp.asarray(slots), bounds, gate_up, down, out)
-    return np.asarray(pair_rows(out, pair_row, items).astype(jnp.float32))
+    return np.asarray(rows_of_pairs(ffn, items, x, pair_row, slots, np.int32(active.size), gate_up, down))
 
 
 @pytest.mark.parametrize(("ffn", "shape", "dtype"), CASES)
@@ -83,10 +84,10 @@ class TestImplementations:
 
     def test_items_outside_the_bounds_are_left_alone(self, ffn, shape, dtype):
         x, _, gate_up, down = draw(shape, dtype)
-        out = jnp.full((3, *x.shape), 7.0, dtype)
-        bounds = jnp.int32(1), jnp.int32(2)
-        out = ffn(x[None], jnp.zeros(3, jnp.int32), bounds, gate_up, down, out)
-        assert (out[jnp.array([0, 2])] == 7.0).all()
+        out = np.full((3, *x.shape), 7.0, x.dtype)
+        bounds = np.int32(1), np.int32(2)
+        out = np.asarray(jax.jit(ffn)(x[None], np.zeros(3, np.int32), bounds, gate_up, down, out))
+        assert (out[[0, 2]] == 7.0).all()
         assert (out[1] != 7.0).all()
 
 

@@ -1,9 +1,13 @@
 """Grouping pairs by expert: NumPy and jax.numpy agree, and no pair is lost."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from oled_jax.ops.expert_items import expert_items
 from oled_jax.ops.grouping import MAX_ROWS_PER_ITEM, ItemShape, group_pairs
 
 # tokens, top_k, experts: an item holds every token; items of a fixed number of rows
@@ -52,10 +56,20 @@ def test_in_a_large_pass_rows_follow_the_order_of_pairs():
 def test_both_array_libraries_agree(tokens, top_k, experts):
     shape = ItemShape(num_tokens=tokens, top_k=top_k, num_experts=experts)
     keys = routing(1, shape, 0.2)
-    for mine, other in zip(
-        group_pairs(keys, experts, shape), group_pairs(jnp.asarray(keys), experts, shape, jnp), strict=True
-    ):
+    traced = jax.jit(functools.partial(group_pairs, num_keys=experts, shape=shape, xp=jnp))
+    for mine, other in zip(group_pairs(keys, experts, shape), traced(keys), strict=True):
         np.testing.assert_array_equal(mine, np.asarray(other))
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), SHAPES)
+def test_a_program_finds_the_same_items(tokens, top_k, experts):
+    shape = ItemShape(num_tokens=tokens, top_k=top_k, num_experts=experts)
+    keys = routing(2, shape, 0.2)
+    pair_row, items = group_pairs(keys, experts, shape)
+    found_row, found_experts, count = jax.jit(expert_items, static_argnums=1)(jnp.asarray(keys), shape)
+    np.testing.assert_array_equal(pair_row, np.asarray(found_row))
+    np.testing.assert_array_equal(np.repeat(np.arange(experts), items), np.asarray(found_experts)[: int(count)])
+    assert len(found_experts) == shape.max_items
 
 
 def test_max_items_holds_for_the_worst_routing():

@@ -69,6 +69,12 @@ def make_pass(ids: object, gates: object | None = None, *, kind: PassKind = Pass
     return Pass(info=info, outcome=outcome, ids=experts, gates=weights.astype(np.float32), **flags)
 
 
+def make_routing(*, loads: np.ndarray, resident: np.ndarray, **fields) -> LayerRouting:
+    """A routing whose hits and misses follow from loads and residents."""
+    hits, misses = np.flatnonzero((loads > 0) & resident), np.flatnonzero((loads > 0) & ~resident)
+    return LayerRouting(loads=loads, resident=resident, hits=hits, misses=misses, **fields)
+
+
 def _kind(step: int, block: int) -> PassKind:
     """The kind of a request's step-th pass."""
     if step == 0:
@@ -174,7 +180,7 @@ class Driver:
         capacities = policy.capacities()
         assert capacities.sum() <= policy.context.total_slots
         assert np.all(self.resident.sum(axis=1) <= capacities)
-        routing = LayerRouting(
+        routing = make_routing(
             layer=layer,
             info=step.info,
             expert_ids=step.ids[layer].copy(),

@@ -4,11 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-from driver import context
+from driver import context, make_routing
 
 from oled_jax.cost.profile import CostProfile
 from oled_jax.passes import PassKind
-from oled_jax.policies.base import LayerRouting, PassInfo
+from oled_jax.policies.base import PassInfo
 from oled_jax.policies.dispatch import (
     BalancedDispatch,
     ComputeAll,
@@ -28,7 +28,7 @@ def routing_of(loads, resident):
         token_mask=flags,
         confidence=np.ones(1, np.float32),
     )
-    return LayerRouting(
+    return make_routing(
         layer=0,
         info=info,
         expert_ids=np.zeros((1, 1), np.int32),
@@ -93,7 +93,7 @@ def test_the_scan_alone_is_exact_without_reuse(seed):
 def test_the_scans_bound_holds(seed):
     setting, routing, scores = random_case(seed, num_experts=9)
     misses = routing.misses
-    costs = MakespanDispatch(setting, reuse_weight=1.0).costs(routing, misses, scores)
+    costs = MakespanDispatch(setting, reuse_weight=1.0).costs(routing, scores)
     chosen, found, bound = scan_sorted(costs)
     assert found == pytest.approx(value(setting, routing, scores, misses[chosen], misses[~chosen], 1.0))
     for size in range(misses.size + 1):

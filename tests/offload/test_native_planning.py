@@ -1,0 +1,273 @@
+"""The compiled planning functions decide what the NumPy functions decide, to the bit."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from manager_cases import E, K, L, info, outcome, packed, routes
+
+from oled_jax import native
+from oled_jax.cost.profile import CostProfile
+from oled_jax.offload.manager import CacheManager
+from oled_jax.offload.plan import PlanLayout
+from oled_jax.offload.residency import Residency
+from oled_jax.ops.grouping import ItemShape
+from oled_jax.passes import PassKind
+from oled_jax.policies.base import PolicyContext
+from oled_jax.policies.registry import POLICIES, make_policy
+
+MODULES = [
+    importlib.import_module(f"oled_jax.{name}")
+    for name in (
+        "offload.manager",
+        "offload.residency",
+        "offload.schedule",
+        "offload.statistics",
+        "policies.base",
+        "policies.retention",
+        "policies.dispatch",
+    )
+]
+needs_extension = pytest.mark.skipif(native.extension is None, reason=f"no extension: {native.UNAVAILABLE}")
+
+# tokens, top_k, experts, spare slots: passes of one item a page and of several, one round and several
+SHAPES = [
+    (1, 1, 1, 1),
+    (3, 2, 7, 2),
+    (16, 8, 256, 32),
+    (64, 3, 33, 1),
+    (65, 2, 3, 1),
+    (100, 5, 255, 9),
+    (1024, 8, 256, 32),
+]
+LAYERS = 2
+
+
+class Planner:
+    """Everything that planning does, with one set of functions, on random passes. Decides at random, but legally."""
+
+    def __init__(self, functions, shape, seed):
+        self.f = functions
+        self.N, self.K, self.E, spare = shape
+        self.rng = np.random.default_rng(seed)
+        self.capacity = int(self.rng.integers(0, self.E + 1))
+        self.residency = Residency(num_layers=LAYERS, num_experts=self.E, num_slots=LAYERS * self.capacity + spare)
+        self.layout = PlanLayout(items=ItemShape(num_tokens=self.N, top_k=self.K, num_experts=self.E), spare=spare)
+        self.scores = np.zeros((LAYERS, self.E))
+        self.ids = np.zeros((LAYERS, self.N, self.K), np.int32)
+        self.gates = np.zeros((LAYERS, self.N, self.K), np.float32)
+        self.arrived = np.zeros((LAYERS, self.E), bool)
+
+    def plan(self, number, layer):
+        """Plans a layer; returns all that was computed."""
+        f, rng, E, table = self.f, self.rng, self.E, self.residency
+        pool = rng.permutation(E)[: max(self.K, int(rng.integers(1, E + 1)))]
+        ids = np.stack([rng.permutation(pool)[: self.K] for _ in range(self.N)]).astype(np.int32)
+        # Few different gates and weights: sums tie.
+        gates = (rng.integers(0, 3, ids.shape) / 3 if number % 2 else rng.random(ids.shape)).astype(np.float32)
+        mask = rng.random(self.N) < rng.choice([0.0, 0.6, 1.0, 1.0])
+        weights = mask * rng.integers(0, 3, self.N) / 7
+        expert_ids, copied = np.empty_like(ids), np.empty_like(gates)
+        loads, resident, experts = np.empty(E, np.int64), np.empty(E, bool), np.zeros(E, np.int64)
+        f["unpack"](np.concatenate([ids, gates.view(np.int32)], axis=1), mask, expert_ids, copied, loads)
+        hits, activated = f["split_activated"](layer, number, loads, table.slot, table.last_use, resident, experts)
+        hit, missed = experts[:hits], experts[hits:activated]
+        f["score_layer"](layer, expert_ids, copied, weights, self.ids, self.gates, self.scores)
+        scores = self.scores[layer]
+        to_gpu, to_cpu = missed, missed[:0]
+        if missed.size and rng.random() < 0.7:
+            ranked, costs = np.empty_like(missed), rng.uniform(1, 100, 3)
+            reuse, swaps = float(rng.choice([0.0, 400.0])), int(rng.integers(0, 9))
+            count = f["split_balanced"](missed, loads, scores, *costs.tolist(), reuse, swaps, ranked)
+            to_gpu, to_cpu = ranked[:count], ranked[count:]
+        keep = np.empty(E, bool)
+        f["choose_residents"](resident, to_gpu, scores, table.last_use[layer], self.capacity, keep)
+        fault = f["find_fault"](missed, to_gpu, to_cpu, resident, keep, self.capacity)
+        used = f["exchange_arrivals"](layer, hit, to_gpu, keep, self.arrived)
+        slots, ends = np.empty(hits + to_gpu.size, np.int32), np.zeros(E + 1, np.int32)
+        rounds, table.free_slots = f["move_pages"](
+            layer, table.free_slots, hit, to_gpu, keep, table.slot, table._free, slots, ends
+        )
+        plan = self.layout.empty()
+        f["write_layer"](
+            expert_ids, mask, hit, to_gpu, slots, ends[:rounds], self.layout.items, self.layout.bounds, plan
+        )
+        table.check()
+        assert np.count_nonzero(table.slot[layer] >= 0) == np.count_nonzero(keep) <= self.capacity
+        return {
+            "numbers": (hits, activated, to_gpu.size, fault, used, rounds, table.free_slots),
+            "arrays": (expert_ids, copied, loads, resident, experts, to_gpu, to_cpu, keep, slots, plan),
+            "state": (self.ids, self.gates, self.scores, self.arrived, table.slot, table.last_use, table._free),
+        }
+
+    def end_pass(self):
+        weights = self.rng.random(self.N)
+        self.f["score_layers"](self.ids, self.gates, weights, self.scores)
+        return {"scores": (self.scores,)}
+
+
+def compiled():
+    return {name: getattr(native.extension.planning, name) for name in native.NUMPY}
+
+
+def assert_same(mine, other):
+    for part in mine:
+        for one, two in zip(mine[part], other[part], strict=True):
+            np.testing.assert_array_equal(one, two, strict=True, err_msg=part)
+
+
+@needs_extension
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_both_plan_alike(shape, seed):
+    planners = [Planner(functions, shape, seed) for functions in (native.NUMPY, compiled())]
+    for number in range(6):
+        for layer in range(LAYERS):
+            assert_same(*(planner.plan(number, layer) for planner in planners))
+        assert_same(*(planner.end_pass() for planner in planners))
+
+
+@needs_extension
+@pytest.mark.parametrize("num_experts", [1, 5, 64, 255])
+def test_both_choose_the_same_residents_for_any_count(num_experts):
+    E = num_experts
+    rng = np.random.default_rng(E)
+    for count in range(E + 2):
+        scores = rng.integers(0, 4, E) / 3
+        scores[rng.random(E) < 0.1] = np.nan
+        last_use, resident = rng.integers(-1, 3, E), rng.random(E) < 0.7
+        entering = rng.permutation(E)[: rng.integers(0, 3)]
+        mine, other = np.empty(E, bool), np.empty(E, bool)
+        native.NUMPY["choose_residents"](resident, entering, scores, last_use, count, mine)
+        compiled()["choose_residents"](resident, entering, scores, last_use, count, other)
+        np.testing.assert_array_equal(mine, other)
+
+
+@needs_extension
+@pytest.mark.parametrize("seed", range(20))
+def test_both_scan_to_the_same_split(seed):
+    rng = np.random.default_rng(seed)
+    for M in (1, 2, 17, 60):
+        cpu, reuse = 40.0 + 7.3 * rng.integers(1, 5, M), rng.integers(0, 3, M) * rng.choice([0.0, 31.7])
+        h2d_us = float(rng.uniform(10, 200))
+        mine, other = np.empty(M, bool), np.empty(M, bool)
+        assert native.NUMPY["scan_paths"](h2d_us, cpu, reuse, mine) == compiled()["scan_paths"](
+            h2d_us, cpu, reuse, other
+        )
+        np.testing.assert_array_equal(mine, other)
+
+
+@needs_extension
+@pytest.mark.parametrize("seed", range(200))
+def test_both_find_the_same_faults(seed):
+    rng = np.random.default_rng(seed)
+    resident = rng.random(E) < 0.4
+    misses = np.flatnonzero(~resident & (rng.random(E) < 0.7))
+    handled = rng.permutation(misses)
+    if rng.random() < 0.5:
+        handled = np.append(handled[1:], rng.integers(-2, E + 2, rng.integers(0, 3)))
+    count = int(rng.integers(0, handled.size + 1))
+    present = resident.copy()
+    present[misses] = True
+    keep = present & (rng.random(E) < 0.8) | (rng.random(E) < 0.05)
+    arguments = misses, handled[:count], handled[count:], resident, keep, int(rng.integers(2, 7))
+    assert native.NUMPY["find_fault"](*arguments) == compiled()["find_fault"](*arguments)
+
+
+@needs_extension
+def test_arrays_of_a_policy_may_have_any_dtype_and_layout_of_their_kind():
+    scores = np.arange(12, dtype=np.float32)[::2] % 4
+    last_use = np.array([3, 1, 2, 3, 1, 0], np.int32)
+    resident = np.arange(12)[::-2] > 3
+    mine, other = np.empty(6, bool), np.empty(6, bool)
+    for functions, chosen in ((native.NUMPY, mine), (compiled(), other)):
+        functions["choose_residents"](resident, np.array([5], np.int16), scores, last_use, 3, chosen)
+    np.testing.assert_array_equal(mine, other)
+    with pytest.raises(TypeError):
+        compiled()["choose_residents"](resident, np.array([0.5]), scores, last_use, 3, other)
+
+
+@pytest.mark.parametrize(
+    "functions", [pytest.param(native.NUMPY, id="numpy"), pytest.param(None, id="compiled", marks=needs_extension)]
+)
+class TestRefusals:
+    """What no caller does is refused before anything is written where it does not belong."""
+
+    @pytest.mark.parametrize("expert", [-1, 4])
+    def test_an_expert_that_is_not_there(self, functions, expert):
+        ids, gates, loads = np.zeros((2, 1), np.int32), np.zeros((2, 1), np.float32), np.zeros(4, np.int64)
+        route = np.array([[0, 0], [expert, 0]], np.int32)
+        with pytest.raises(ValueError, match=r"no such expert|negative"):
+            (functions or compiled())["unpack"](route, np.ones(2, bool), ids, gates, loads)
+
+    def test_no_free_slot(self, functions):
+        table, free = np.full((1, 4), -1, np.int32), np.zeros(0, np.int32)
+        nobody, slots, ends = np.zeros(0, np.int64), np.zeros(1, np.int32), np.zeros(5, np.int32)
+        with pytest.raises(RuntimeError, match="no slot is free"):
+            (functions or compiled())["move_pages"](
+                0, 0, nobody, np.array([2]), np.ones(4, bool), table, free, slots, ends
+            )
+
+    def test_a_resident_that_enters(self, functions):
+        table, free = np.array([[0, -1]], np.int32), np.array([1], np.int32)
+        nobody, slots, ends = np.zeros(0, np.int64), np.zeros(1, np.int32), np.zeros(3, np.int32)
+        with pytest.raises(RuntimeError, match="cannot enter again"):
+            (functions or compiled())["move_pages"](
+                0, 1, nobody, np.array([0]), np.ones(2, bool), table, free, slots, ends
+            )
+
+
+def run_manager(policy):
+    """Every plan and the counts of some random passes."""
+    costs = CostProfile(h2d_us=100.0, cpu_fixed_us=60.0, cpu_token_us=30.0)
+    context = PolicyContext(num_layers=L, num_experts=E, top_k=K, total_slots=4 * L, costs=costs, cpu_available=True)
+    manager = CacheManager(make_policy(policy, context), spare=3, page_bytes=1, cpu_experts=Nobody())
+    rng, plans = np.random.default_rng(0), []
+    manager.begin_request(np.arange(5, dtype=np.int32))
+    for number in range(24):
+        kind = PassKind.PREFILL if number == 0 else PassKind.DENOISE
+        tokens = 70 if number == 0 else 8
+        manager.begin_pass(info(kind, tokens=tokens, real=tokens - number % 3))
+        for layer in range(L):
+            hidden = np.zeros((tokens, 1), np.float32)
+            plans.append(manager.on_route(layer, packed(routes(rng, tokens)), hidden).copy())
+        manager.raise_failure()
+        manager.end_iteration(outcome(kind, tokens=tokens))
+    summary = manager.statistics.summary(*PassKind)
+    return plans, {name: value for name, value in vars(summary).items() if name != "planning_us"}
+
+
+class Nobody:
+    """CPU experts that compute nothing."""
+
+    def submit(self, work):
+        assert work.experts.size > 0
+
+
+REPLAYED = [name for name, entry in POLICIES.items() if not (entry.is_reference or entry.needs_future)]
+
+
+@needs_extension
+@pytest.mark.parametrize("policy", [*REPLAYED, "oled:dispatch=makespan", "oled:psi=square:confidence=previous"])
+def test_a_manager_plans_alike_under_every_policy(policy, monkeypatch):
+    plans, counts = run_manager(policy)
+    for module in MODULES:
+        for name in native.NUMPY.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, native.NUMPY[name])
+    slow_plans, slow_counts = run_manager(policy)
+    assert counts == slow_counts
+    for mine, other in zip(plans, slow_plans, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_the_extension_can_be_switched_off():
+    program = (
+        "from oled_jax import native; from oled_jax.policies.base import choose_residents as f;"
+        "assert native.extension is None and f is native.NUMPY[f.__name__]; print(native.UNAVAILABLE)"
+    )
+    environment = {**os.environ, "OLED_JAX_NATIVE": "off"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "OLED_JAX_NATIVE=off" in done.stdout

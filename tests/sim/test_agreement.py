@@ -1,0 +1,108 @@
+"""A recorded run, replayed: every hit, miss, transfer, eviction and slot is the engine's, under every policy."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from engines import GREEDY, build_plain, context, open_golden, run
+
+from oled_jax.offload.manager import CacheManager
+from oled_jax.offload.statistics import CacheStatistics
+from oled_jax.passes import PassKind
+from oled_jax.policies.base import Decision, LayerRouting
+from oled_jax.policies.registry import POLICIES, make_policy
+from oled_jax.sim.replay import ManagedReplay, ResidentReplay
+from oled_jax.sim.tokens import OutputTokens
+from oled_jax.traces.files import open_trace
+
+# 2 MoE layers of 8 experts. Fewer spare slots than a prefill misses, so that it takes rounds.
+CAPACITY, SPARE = 3, 2
+DECODING = dataclasses.replace(GREEDY, mask_id=95, eos_id=-1, gen_length=18)
+BATCHES = [[[5, 6, 7, 8, 9], list(range(40, 59))], [list(range(20, 39)), [1, 2, 3]]]  # of one shape, compiled once
+GENERATING = [name for name, entry in POLICIES.items() if not (entry.needs_future or entry.is_reference)]
+NEEDS_CPU = [name for name in GENERATING if POLICIES[name].needs_cpu]
+OPTIONS = ["oled:retention=lfu:allocation=uniform", "finemoe:distance=1"]
+ON_CPU = [*NEEDS_CPU, "oled", "oled:dispatch=makespan"]
+
+
+@pytest.fixture(scope="module")
+def model(golden):
+    return open_golden(golden / "variants" / "base-float32")
+
+
+def watched(manager: CacheManager) -> list[tuple]:
+    """What the manager's policy is asked and answers from now on, with the slot table at that moment."""
+    policy, log = manager.policy, []
+    decide = policy.on_route
+
+    def on_route(routing: LayerRouting) -> Decision:
+        decision = decide(routing)
+        log.append(
+            (
+                routing.layer,
+                routing.info.kind,
+                np.flatnonzero(routing.resident & (routing.loads > 0)).tolist(),
+                decision.to_gpu.tolist(),
+                decision.to_cpu.tolist(),
+                np.flatnonzero(decision.keep).tolist(),
+                list(decision.prefetch),
+                manager.residency.slot.tolist(),
+            )
+        )
+        return decision
+
+    policy.on_route = on_route
+    return log
+
+
+def counted(statistics: CacheStatistics) -> dict[str, object]:
+    """Everything that is counted, by kind of pass; no times."""
+    return {kind: dataclasses.replace(statistics.summary(kind), planning_us=None) for kind in PassKind}
+
+
+def check_agreement(model, tmp_path, policy: str, cpu: str | None) -> CacheStatistics:
+    engine = build_plain(*model, policy, CAPACITY, spare=SPARE, cpu=cpu)
+    recorded = watched(engine.manager)
+    with engine.record(tmp_path / "run.trace", DECODING):
+        results = [result for batch in BATCHES for result in run(engine, batch, DECODING)]
+    engine.close()
+    trace = open_trace(tmp_path / "run.trace")
+    same = make_policy(policy, context(model[0], CAPACITY, cpu_available=cpu is not None))
+    replay = ManagedReplay(same, page_bytes=engine.manager.statistics.page_bytes, spare=SPARE)
+    replayed = watched(replay.manager)
+    tokens = OutputTokens(trace.header)
+    for step in trace:
+        replay.run_pass(step)
+        tokens.add(step)
+    assert tokens.count() == sum(len(result.output_ids) for result in results)
+    assert len(recorded) == len(trace) * trace.header.num_layers
+    assert replayed == recorded
+    np.testing.assert_array_equal(replay.manager.residency.slot, engine.manager.residency.slot)
+    assert counted(replay.statistics) == counted(engine.statistics)
+    assert replay.capacities() == engine.manager.policy.capacities().tolist()
+    return replay.statistics
+
+
+@pytest.mark.parametrize("policy", [*(name for name in GENERATING if name not in NEEDS_CPU), *OPTIONS])
+def test_a_replay_is_the_run_where_every_miss_is_transferred(model, tmp_path, policy):
+    statistics = check_agreement(model, tmp_path, policy, None)
+    assert statistics.summary(PassKind.PREFILL).to_gpu > 0
+    assert statistics.summary(PassKind.DENOISE).to_gpu > 0
+
+
+@pytest.mark.parametrize("policy", ON_CPU)
+def test_a_replay_is_the_run_where_the_cpu_helps(model, tmp_path, policy):
+    statistics = check_agreement(model, tmp_path, policy, "numpy")
+    assert statistics.summary(PassKind.DENOISE).to_cpu > 0
+
+
+def test_a_replay_of_a_run_with_everything_resident(model, tmp_path):
+    engine = build_plain(*model, "all")
+    with engine.record(tmp_path / "run.trace", DECODING):
+        run(engine, BATCHES[0], DECODING)
+    trace = open_trace(tmp_path / "run.trace")
+    replay = ResidentReplay(trace.header)
+    for step in trace:
+        replay.run_pass(step)
+    assert counted(replay.statistics) == counted(engine.statistics)
+    assert replay.statistics.summary(PassKind.DENOISE).hits > 0

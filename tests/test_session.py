@@ -1,0 +1,40 @@
+"""Shapes that a run compiles for: large enough for every position that is written, and few."""
+
+import itertools
+
+import pytest
+
+from oled_jax.config import DecodingConfig
+from oled_jax.session import MAX_CHUNK, kv_capacity, prefill_chunk
+
+LENGTHS = (0, 1, 7, 8, 31, 32, 33, 90, 500, 1023, 1024, 1025, 3000)
+
+
+def decoding(block_length: int, gen_length: int = 24) -> DecodingConfig:
+    return DecodingConfig(mask_id=1, eos_id=2, gen_length=gen_length, block_length=block_length)
+
+
+@pytest.mark.parametrize("block_length", [1, 4, 8, 32])
+def test_a_chunk_is_whole_blocks_and_holds_the_prompt_or_all_that_one_pass_may(block_length):
+    for length in LENGTHS:
+        chunk = prefill_chunk(length, block_length)
+        assert chunk % block_length == 0
+        assert min(length, MAX_CHUNK) <= chunk <= max(2 * length, block_length)
+        assert chunk <= MAX_CHUNK
+    assert len({prefill_chunk(length, block_length) for length in range(2000)}) <= 11
+
+
+@pytest.mark.parametrize("block_length", [1, 4, 8, 32])
+def test_the_cache_holds_the_canvas_and_every_chunk_of_the_prompt(block_length):
+    for first, second, gen_length in itertools.product(LENGTHS, (0, 40), (0, 1, 24, 700)):
+        capacity = kv_capacity([second, first], decoding(block_length, gen_length))
+        longest = max(first, second)
+        assert capacity >= longest + gen_length
+        whole, chunk = longest // block_length * block_length, prefill_chunk(longest, block_length)
+        assert capacity >= max(range(0, whole, chunk), default=-chunk) + chunk
+        assert capacity % block_length == 0
+
+
+def test_lengths_near_each_other_share_a_capacity():
+    assert len({kv_capacity([length], decoding(8)) for length in range(41)}) == 1
+    assert len({kv_capacity([length], decoding(8)) for length in range(4000)}) < 30
