@@ -62,10 +62,14 @@ class Family:
     decoding: Mapping[str, object]
 
 
+@functools.lru_cache(maxsize=8)
 def abstract_trunk(
     build: Callable[[ModelConfig], nnx.Module], config: ModelConfig
 ) -> tuple[nnx.GraphDef, dict[StatePath, nnx.Variable]]:
-    """Definition and leaves of a trunk: the leaves have shape and dtype, but no memory."""
+    """Definition and leaves of a trunk: the leaves have shape and dtype, but no memory.
+
+    Cached: it walks all modules, and opening a checkpoint and filling its trunk both need it. Do not change the leaves.
+    """
     graphdef, state = nnx.split(nnx.eval_shape(functools.partial(build, config)))
     # Flax types a path as hashable keys; attribute names and list indices are all that occurs.
     return graphdef, {cast(StatePath, path): leaf for path, leaf in nnx.to_flat_state(state)}
