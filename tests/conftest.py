@@ -3,7 +3,9 @@
 Imports nothing heavy: the process that only hands out the tests to others reads this file, too.
 """
 
+import importlib.machinery
 import os
+import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,18 @@ ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
 LLVM_LEVEL = "--xla_backend_optimization_level"
 if LLVM_LEVEL not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {LLVM_LEVEL}=1".strip()
+
+
+def _prefer_the_installed_package() -> None:
+    """`python -m pytest` finds the sources first, but only what was installed has the compiled extension."""
+    root = Path(__file__).resolve().parents[1]
+    elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != root]
+    built_here = any((root / "oled_jax").glob("_native*.so"))
+    if not built_here and importlib.machinery.PathFinder.find_spec("oled_jax", elsewhere):
+        sys.path[:] = elsewhere
+
+
+_prefer_the_installed_package()
 
 
 @pytest.fixture(scope="session")

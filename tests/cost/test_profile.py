@@ -78,7 +78,7 @@ class TestJson:
     @pytest.mark.parametrize(
         ("path", "value"),
         [
-            (("version",), 2),
+            (("version",), 3),
             (("alone", "h2d_us"), 0),
             (("together", "h2d_us"), "fast"),
             (("together", "cpu"), None),
