@@ -201,7 +201,8 @@ void bind_pager(nb::module_& module) {
           },
           nb::arg("gate_up"), nb::arg("down"), nb::arg("slots"))
       .def("stage", &Pager::stage, nb::arg("layer"), nb::arg("experts"), nb::arg("slots"))
-      .def("drain", &Pager::drain)
+      // Waits for pages: other threads of the interpreter must not wait, too.
+      .def("drain", &Pager::drain, nb::call_guard<nb::gil_scoped_release>())
       .def("reset", &Pager::reset)
       .def("statistics", [](Pager& self) { return as_dict(self.statistics()); });
   module.def("ffi_targets", &ffi_targets);
