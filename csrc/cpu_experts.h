@@ -61,8 +61,8 @@ struct alignas(64) CacheLine {
 using Scratch = std::vector<CacheLine>;
 
 // Thread-safe, except that calls for one layer may not overlap. `submit` and `collect` throw
-// std::runtime_error after `close`, and everything but `close` does in a process forked from the one
-// that made the object: its threads do not exist there.
+// std::runtime_error after `close`, and everything but `close` does in a process forked from the
+// one that made the object: its threads do not exist there.
 class CpuExperts {
  public:
   // Throws std::invalid_argument if `isa` is no level of this machine.

@@ -8,6 +8,7 @@ namespace {
 struct Portable {
   static constexpr int kLanes = 4;
   static constexpr int kFewTokens = 2, kManyRows = 4, kManyTokens = 2;
+  static constexpr int64_t kAhead = 0;
   typedef float Vec __attribute__((vector_size(16)));
   typedef uint32_t Bits __attribute__((vector_size(16)));
   struct Halves {

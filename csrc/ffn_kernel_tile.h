@@ -4,10 +4,10 @@
 // shared between files would be compiled with one level's instructions and run on every machine.
 //
 // A `Simd` describes a level's float32 registers: Vec, kLanes, zero(), multiply_add(a, b, sum),
-// loads of stored weights, sum_lanes(four vectors, out); and the tiles whose sums fit them:
-// kMaxRows rows by kFewTokens tokens, and for more tokens than that kManyRows by kManyTokens. A
-// `Product` says how weights meet inputs, a step of kStep values at a time, which is loaded in
-// kParts parts:
+// loads of stored weights, sum_lanes(four vectors, out); the tiles whose sums fit them, kMaxRows
+// rows by kFewTokens tokens, and for more tokens than that kManyRows by kManyTokens; and kAhead,
+// the bytes by which weights are prefetched, or 0. A `Product` says how weights meet inputs, a step
+// of kStep values at a time, which is loaded in kParts parts:
 //   kBytes, kInputBytes              bytes of a stored weight and of a packed input value
 //   weights<part>(p), input<part>(p) load a part of the step at p
 //   add(sum, w, x)                   adds a part's products to the lanes of `sum`
@@ -114,8 +114,16 @@ __attribute__((noinline)) void dots(const std::byte* const (&rows)[kRows],
     add_step<Product>(rows, at * Product::kBytes, inputs, at * Product::kInputBytes, lanes);
   };
   int64_t done = 0;
-  for (; done + 2 * Product::kStep <= size; done += 2 * Product::kStep) {
-    step(done);  // two at a turn: the compiler then keeps operands in registers
+  constexpr int64_t kTurn = 2 * Product::kStep;  // so the compiler keeps operands in registers
+  for (; done + kTurn <= size; done += kTurn) {
+    if constexpr (Simd::kAhead > 0) {
+      for (int r = 0; r < kRows; ++r) {
+        for (int64_t line = 0; line < kTurn * Product::kBytes; line += 64) {
+          __builtin_prefetch(rows[r] + done * Product::kBytes + line + Simd::kAhead);
+        }
+      }
+    }
+    step(done);
     step(done + Product::kStep);
   }
   for (; done + Product::kStep <= size; done += Product::kStep) step(done);
