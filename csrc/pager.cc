@@ -32,13 +32,12 @@ size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 }  // namespace
 
 Pager::Pager(std::unique_ptr<Link> link, std::vector<LayerStore> store, size_t gate_up_bytes,
-             size_t down_bytes, nb::object on_route, nb::object collect, nb::object dtype)
+             size_t down_bytes, nb::object manager, nb::object dtype)
     : link_(std::move(link)),
       store_(std::move(store)),
       gate_up_bytes_(gate_up_bytes),
       down_bytes_(down_bytes),
-      on_route_(std::move(on_route)),
-      collect_(std::move(collect)),
+      manager_(std::move(manager)),
       dtype_(std::move(dtype)),
       feeder_([this] { feed(); }) {}
 
@@ -136,7 +135,7 @@ void Pager::route(Stream stream, const RouteCall& call) {
 void Pager::plan(const RouteCall& call) {
   nb::gil_scoped_acquire gil;
   const Views& given = views(call);
-  nb::object answer = on_route_(call.layer, given.packed, given.hidden);
+  nb::object answer = manager_.attr("on_route")(call.layer, given.packed, given.hidden);
   auto flat = nb::cast<nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>(answer);
   if (flat.size() != call.plan_size) {
     throw std::runtime_error("the manager's plan has " + std::to_string(flat.size()) +
@@ -240,7 +239,7 @@ void Pager::collect(Stream stream, int layer, float* share, size_t tokens, size_
   reserve(share_, bytes);
   {
     nb::gil_scoped_acquire gil;
-    nb::object answer = collect_(layer, nb::make_tuple(tokens, width));
+    nb::object answer = manager_.attr("collect")(layer, nb::make_tuple(tokens, width));
     auto rows = nb::cast<nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>>(answer);
     if (rows.size() != tokens * width) throw std::runtime_error("the CPU's share has another shape");
     std::memcpy(share_.data, rows.data(), bytes);

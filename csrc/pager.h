@@ -62,10 +62,9 @@ struct PagerStatistics {
 
 class Pager {
  public:
-  // on_route(layer, packed, hidden) and collect(layer, shape) are the manager's; dtype is the pages'.
+  // manager: a CacheManager, None if nothing runs passes. dtype: the pages'.
   Pager(std::unique_ptr<Link> link, std::vector<LayerStore> store, size_t gate_up_bytes,
-        size_t down_bytes, nanobind::object on_route, nanobind::object collect,
-        nanobind::object dtype);
+        size_t down_bytes, nanobind::object manager, nanobind::object dtype);
   ~Pager();
   Pager(const Pager&) = delete;
   Pager& operator=(const Pager&) = delete;
@@ -132,7 +131,7 @@ class Pager {
   std::unique_ptr<Link> link_;
   const std::vector<LayerStore> store_;
   const size_t gate_up_bytes_, down_bytes_;
-  nanobind::object on_route_, collect_, dtype_;
+  nanobind::object manager_, dtype_;
   Buffer inbox_, outbox_, share_;
   std::unordered_map<size_t, Views> views_;
   Current current_;

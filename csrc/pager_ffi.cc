@@ -180,8 +180,7 @@ void bind_pager(nb::module_& module) {
       .def(
           "__init__",
           [](Pager* self, const std::string& platform, int device, const Addresses& store,
-             size_t gate_up_bytes, size_t down_bytes, nb::object on_route, nb::object collect,
-             nb::object dtype) {
+             size_t gate_up_bytes, size_t down_bytes, nb::object manager, nb::object dtype) {
             std::vector<LayerStore> layers;
             for (auto [gate_up, down] : store) {
               layers.push_back({reinterpret_cast<const char*>(gate_up),
@@ -189,11 +188,10 @@ void bind_pager(nb::module_& module) {
             }
             auto link = platform == "cpu" ? make_host_link() : make_cuda_link(device);
             new (self) Pager(std::move(link), std::move(layers), gate_up_bytes, down_bytes,
-                             std::move(on_route), std::move(collect), std::move(dtype));
+                             std::move(manager), std::move(dtype));
           },
           nb::arg("platform"), nb::arg("device"), nb::arg("store"), nb::arg("gate_up_bytes"),
-          nb::arg("down_bytes"), nb::arg("on_route").none(), nb::arg("collect").none(),
-          nb::arg("dtype"))
+          nb::arg("down_bytes"), nb::arg("manager").none(), nb::arg("dtype"))
       .def(
           "attach",
           [](Pager& self, uintptr_t gate_up, uintptr_t down, size_t slots) {

@@ -186,7 +186,9 @@ class Engine:
         return {"policy": self.manager.policy.name, "total_slots": context.total_slots, "spare": self.manager.spare}
 
     def close(self) -> None:
-        """Ends the threads of the CPU backend. The engine cannot be used afterwards."""
+        """Ends transfers and the threads of the CPU backend. The engine cannot be used afterwards."""
+        if self.mover is not None:
+            self.mover.reset()
         if self.cpu_experts is not None:
             self.cpu_experts.close()
 

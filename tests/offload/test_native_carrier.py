@@ -73,9 +73,6 @@ def test_both_carriers_decide_alike_and_give_the_same_bits(model, policy, cpu, m
         engine.manager.overlapping = False
         plans, spy = logged(engine)
         monkeypatch.setattr(engine.manager, "on_route", spy)
-        if carrier == "native":
-            engine.mover = NativeMover(engine.store, engine.manager)
-            engine.mover.attach(engine.pool)
         results = run(engine, PROMPTS)
         engines[carrier] = engine, plans, results
     (one, one_plans, one_results), (other, other_plans, other_results) = engines.values()
@@ -150,8 +147,6 @@ def test_an_error_inside_the_pager_is_a_python_exception_and_the_engine_lives(mo
         return plan[:-1] if len(calls) == 20 else plan
 
     engine.manager.on_route = cut_short
-    engine.mover = NativeMover(engine.store, engine.manager)
-    engine.mover.attach(engine.pool)
     with pytest.raises(Exception, match=r"the manager's plan has .* entries, the program expects"):
         run(engine, PROMPTS)
     expected = [result.output_ids for result in run(native_engine(model, "lru"), PROMPTS)]

@@ -25,7 +25,7 @@ from oled_jax.offload.carriers.portable import pack
 from oled_jax.offload.manager import CacheManager
 from oled_jax.offload.plan import PlanLayout
 from oled_jax.offload.pool import Pool
-from oled_jax.offload.schedule import Move
+from oled_jax.offload.schedule import Move, by_layer
 from oled_jax.offload.store import PageStore
 
 # The fields that the pager reads, in the order of PlanOffsets in csrc/pager.h.
@@ -120,8 +120,7 @@ class NativeMover:
             store=[tuple(array.unsafe_buffer_pointer() for array in layer) for layer in store.layers],
             gate_up_bytes=gate_up.nbytes // gate_up.shape[0],
             down_bytes=down.nbytes // down.shape[0],
-            on_route=manager.on_route if manager else None,
-            collect=manager.collect if manager else None,
+            manager=manager,
             dtype=gate_up.dtype,
         )
 
@@ -135,9 +134,8 @@ class NativeMover:
         self._pager.attach(*addresses, slots=pool.gate_up.shape[0])
 
     def stage(self, pool: Pool, moves: Sequence[Move]) -> Pool:
-        for layer in sorted({layer for layer, _, _ in moves}):
-            mine = [(expert, slot) for at, expert, slot in moves if at == layer]
-            self._pager.stage(layer, [expert for expert, _ in mine], [slot for _, slot in mine])
+        for layer, experts, slots in by_layer(moves):
+            self._pager.stage(layer, experts, slots)
         return pool
 
     def drain(self, pool: Pool) -> None:
