@@ -53,27 +53,14 @@ def main() -> None:
         print(" | ".join(f"{row[key]:.3f}" if isinstance(row[key], float) else str(row[key]) for key in columns))
 
 
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def measure(args: argparse.Namespace, config) -> list[dict]:
     import jax
     import numpy as np
 
+    from oled_jax.bench.bed import Case, TestBed
     from oled_jax.config import DecodingConfig
-    from oled_jax.cost.lookup import profile_for
-    from oled_jax.cost.measure import profile_key
-    from oled_jax.cost.profile import UNMEASURED
-    from oled_jax.engine import Engine, load_offloaded
     from oled_jax.models.kv_cache import kv_bytes
-    from oled_jax.offload.cpu_experts.registry import make_cpu_experts
-    from oled_jax.offload.manager import CacheManager
-    from oled_jax.offload.pool import empty_pool
     from oled_jax.passes import PassKind
-    from oled_jax.policies.base import PolicyContext
-    from oled_jax.policies.registry import make_policy
-    from oled_jax.random_weights import RandomWeights
     from oled_jax.session import kv_capacity
 
     device = jax.local_devices()[0]
@@ -83,35 +70,15 @@ def measure(args: argparse.Namespace, config) -> list[dict]:
     )  # fmt: skip
     prompt = np.random.default_rng(0).integers(0, 150_000, args.prompt_length).tolist()
     rows: list[dict] = []
-    engine = None
-    started = time.perf_counter()
-    for capacity in map(int, args.expert_cache.split(",")):
-        for choice in args.policies.split(","):
-            spec, _, backend = choice.partition("@")
-            costs = UNMEASURED
-            if backend:
-                costs = profile_for(profile_key(config, backend, args.cpu_threads, args.carrier), note).costs
-            shape = PolicyContext(
-                num_layers=config.num_moe_layers, num_experts=config.num_experts, top_k=config.num_experts_per_tok,
-                total_slots=capacity * config.num_moe_layers, costs=costs,
-                cpu_available=bool(backend),
-            )  # fmt: skip
-            policy = make_policy(spec, shape)
-            if engine is None:
-                engine = load_offloaded(config, RandomWeights(config, 0), policy)
-                jax.block_until_ready(engine.store.layers)
-                load_s = time.perf_counter() - started
-            cpu = None
-            if backend:
-                views = [engine.store.views(layer) for layer in range(config.num_moe_layers)]
-                cpu = make_cpu_experts(backend, views, threads=args.cpu_threads)
-            page_bytes = config.page_parameters * 2
-            manager = CacheManager(policy, spare=32, page_bytes=page_bytes, cpu_experts=cpu)
-            store, trunk = engine.store, engine.trunk
-            for array in engine.pool:
-                array.delete()
-            pool = empty_pool(manager.residency.num_slots, config.hidden_size, config.moe_intermediate_size, "bfloat16")
-            engine = Engine(config, trunk, pool=pool, store=store, manager=manager, carrier=args.carrier)
+    bed = TestBed(config)
+    cases = [
+        Case.parse(choice, capacity=capacity, carrier=args.carrier, threads=args.cpu_threads)
+        for capacity in map(int, args.expert_cache.split(","))
+        for choice in args.policies.split(",")
+    ]
+    for case in cases:
+        with bed.engine(case) as engine:
+            cpu = engine.cpu_experts
             compile_started = time.perf_counter()
             engine.generate([prompt], decoding)
             compile_s = time.perf_counter() - compile_started
@@ -123,14 +90,14 @@ def measure(args: argparse.Namespace, config) -> list[dict]:
             passes = after.passes - before.passes
             seconds = result.decode_s
             moved = after.bytes_h2d - before.bytes_h2d
-            pool_bytes = sum(array.nbytes for array in pool)
-            trunk_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(trunk))
+            pool_bytes = sum(array.nbytes for array in engine.pool)
+            trunk_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(bed.trunk))
             kv = kv_bytes(config, 1, kv_capacity([len(prompt)], decoding))
             peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
             rows.append(
                 {
-                    "policy": spec, "cpu": cpu.name if cpu else "off", "capacity": capacity,
-                    "load_s": load_s, "compile_s": compile_s,
+                    "policy": case.policy, "cpu": cpu.name if cpu else "off", "capacity": case.capacity,
+                    "load_s": bed.load_s, "compile_s": compile_s,
                     "ms_per_pass": seconds * 1e3 / (passes + result.passes[PassKind.COMMIT]),
                     "misses_per_layer": (after.misses - before.misses) / passes / config.num_moe_layers,
                     "to_gpu": (after.to_gpu - before.to_gpu) / passes / config.num_moe_layers,
@@ -142,14 +109,12 @@ def measure(args: argparse.Namespace, config) -> list[dict]:
                     "device_peak_gb": peak / GB,
                     "pool_trunk_kv_gb": (pool_bytes + trunk_bytes + kv) / GB,
                     "host_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB,
-                    "store_gb": store.num_bytes / GB, "pinned": store.pinned,
+                    "store_gb": bed.store.num_bytes / GB, "pinned": bed.store.pinned,
                     "planning_us": after.planning_us,
                     "cpu_stats": vars(cpu.stats) if cpu else {},
                 }
             )  # fmt: skip
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-            if cpu is not None:
-                cpu.close()
     return rows
 
 

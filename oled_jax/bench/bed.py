@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from oled_jax.cli import note
 from oled_jax.config import ModelConfig
 from oled_jax.cost.lookup import profile_for
 from oled_jax.cost.measure import profile_key
@@ -128,7 +129,7 @@ class TestBed:
         """The machine's profile where the case uses the CPU; measured if there is none."""
         if case.backend is None:
             return UNMEASURED
-        return profile_for(profile_key(self.config, case.backend, case.threads, case.carrier), None).costs
+        return profile_for(profile_key(self.config, case.backend, case.threads, case.carrier), note).costs
 
     def _policy(self, case: Case, costs: CostProfile, future: FutureRouting | None) -> Policy:
         config = self.config

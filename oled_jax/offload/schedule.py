@@ -3,6 +3,7 @@
 `place` changes the tables; `write_plan` tells the device, and a replay leaves it out.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,16 @@ from oled_jax.ops.grouping import ItemShape, group_pairs
 from oled_jax.policies.base import Decision, LayerRouting
 
 Move = tuple[int, int, int]  # layer, expert, slot
+
+
+def by_layer(moves: Iterable[Move]) -> list[tuple[int, list[int], list[int]]]:
+    """(layer, experts, slots) of every layer that pages move to, layers ascending, in order within a layer."""
+    found: dict[int, tuple[list[int], list[int]]] = {}
+    for layer, expert, slot in moves:
+        experts, slots = found.setdefault(layer, ([], []))
+        experts.append(expert)
+        slots.append(slot)
+    return [(layer, *found[layer]) for layer in sorted(found)]
 
 
 class PlacedLayer(NamedTuple):

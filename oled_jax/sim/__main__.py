@@ -13,16 +13,16 @@ from tqdm import tqdm
 import oled_jax
 from oled_jax.cli import CommandParser, note, number, run_command, whole_number
 from oled_jax.errors import UsageError
+from oled_jax.figures import check_plots
 from oled_jax.policies.registry import describe_policies
 from oled_jax.report import STDOUT, check_json_target, write_json, write_text
 from oled_jax.sim.cells import Cell, chosen_cells
 from oled_jax.sim.grid import CellResult, Machine, run_grid, trial_policy
-from oled_jax.sim.hardware import Hardware, of_bandwidths, page_bytes, read_hardware
+from oled_jax.sim.hardware import Hardware, of_bandwidths, read_hardware
 from oled_jax.sim.plots import write_plots
 from oled_jax.sim.tables import assumption_lines, csv_text, grid_object, summary_tables
 from oled_jax.sim.timing import Carrier, TimeOptions
 from oled_jax.traces.files import open_trace
-from oled_jax.traces.plots import check_plots
 from oled_jax.traces.trace import TraceHeader
 
 NAME = "oled_jax.sim"
@@ -149,7 +149,7 @@ def _machine(options: argparse.Namespace, header: TraceHeader) -> Machine:
 def _hardware(options: argparse.Namespace, header: TraceHeader) -> Hardware:
     if options.profile is None:
         figures = {name: getattr(options, name) for name in (*CPU_FIGURES, *DEVICE_FIGURES)}
-        return of_bandwidths(page_bytes(header), **figures)
+        return of_bandwidths(header.page_bytes, **figures)
     given = _given(options, (*CPU_FIGURES, *DEVICE_FIGURES))
     if given:
         raise UsageError(f"--profile has all the figures: leave out {given}")

@@ -20,7 +20,7 @@ from oled_jax.passes import PassKind
 from oled_jax.policies.base import FutureRouting, Policy, PolicyContext
 from oled_jax.policies.registry import POLICIES, make_policy, parse_policy
 from oled_jax.sim.cells import Cell
-from oled_jax.sim.hardware import Hardware, page_bytes
+from oled_jax.sim.hardware import Hardware
 from oled_jax.sim.replay import ManagedReplay, Replay, ResidentReplay, future_of
 from oled_jax.sim.timing import Carrier, PassTime, TimeModel, TimeOptions
 from oled_jax.sim.tokens import OutputTokens
@@ -120,7 +120,7 @@ def _replay_of(trace: Trace, cell: Cell, machine: Machine) -> tuple[Replay, list
     future = future_of(trace) if needs_future else None
     policy = make_policy(cell.policy, context_of(header, cell, machine, future))
     overlapping = machine.options.carrier is Carrier.NATIVE
-    return ManagedReplay(policy, page_bytes=page_bytes(header), overlapping=overlapping), policy.notes
+    return ManagedReplay(policy, page_bytes=header.page_bytes, overlapping=overlapping), policy.notes
 
 
 def simulate_file(path: Path, cell: Cell, machine: Machine) -> CellResult:

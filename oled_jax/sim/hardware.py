@@ -32,11 +32,6 @@ class Hardware:
     carrier: str | None = None
 
 
-def page_bytes(header: TraceHeader) -> int:
-    """Bytes of one routed expert: gate and up [2F, D] and down [D, F]."""
-    return 3 * header.hidden_size * header.moe_intermediate_size * (4 if header.dtype == "float32" else 2)
-
-
 def read_hardware(path: Path, header: TraceHeader) -> Hardware:
     """The figures of a hardware profile file (docs/profile.md).
 

@@ -1,12 +1,12 @@
-"""Plots of a grid of replays: figures of decoding over capacity, a line for each policy. matplotlib is optional."""
+"""Plots of a grid of replays: figures of decoding over capacity, a line for each policy."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from oled_jax.figures import legend_below, new_figure, save_figure
 from oled_jax.sim.tables import DECODE, loads_per_layer
-from oled_jax.traces.plots import save_figure
 
 Figures = Mapping[str, Any]
 
@@ -61,10 +61,7 @@ def write_plots(cells: Sequence[Figures], directory: Path, model: str) -> list[P
 
 
 def _draw(plot: Plot, cells: Sequence[Figures], path: Path, model: str) -> Path:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(1)
     policies = list(dict.fromkeys(cell["policy"] for cell in cells))
     for policy in policies:
         points = [(cell["capacity"], plot.value(cell)) for cell in cells if cell["policy"] == policy]
@@ -72,8 +69,6 @@ def _draw(plot: Plot, cells: Sequence[Figures], path: Path, model: str) -> Path:
         axes.plot([x for x, _ in known], [y for _, y in known], marker="o", label=policy)
     axes.set(title=f"{plot.title}: {model}", xlabel="capacity, experts per layer", ylabel=plot.label)
     axes.set_ylim(bottom=0)
-    axes.grid(axis="y", color="0.9")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=min(len(policies), 3), frameon=False)
+    legend_below(figure, axes, columns=min(len(policies), 3))
     save_figure(figure, path)
     return path

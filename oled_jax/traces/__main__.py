@@ -12,13 +12,14 @@ import oled_jax
 from oled_jax.cli import CommandParser, note, number, run_command, whole_number
 from oled_jax.config import DTYPES
 from oled_jax.errors import UsageError
+from oled_jax.figures import check_plots
 from oled_jax.memory import format_bytes
 from oled_jax.models.published import PUBLISHED
 from oled_jax.report import STDOUT, check_json_target, write_json
 from oled_jax.traces.files import TraceWriter, check_trace_target, open_trace
 from oled_jax.traces.locality import Locality
 from oled_jax.traces.locality_meter import LocalityMeter, measure_locality
-from oled_jax.traces.plots import check_plots, write_plots
+from oled_jax.traces.plots import write_plots
 from oled_jax.traces.spec import SyntheticSpec, Targets, make_spec
 from oled_jax.traces.synthetic import compare, synthesise
 from oled_jax.traces.tables import locality_table, targets_table

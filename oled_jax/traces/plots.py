@@ -1,51 +1,23 @@
-"""Plots of locality, several traces in each. matplotlib is optional: it is imported when something is drawn.
+"""Plots of locality, several traces in each."""
 
-`check_plots` and `save_figure` are for every command that draws.
-"""
-
-import importlib.util
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from oled_jax.errors import UsageError
+from oled_jax.figures import legend_below, new_figure, save_figure
 from oled_jax.traces.locality import GAPS, STATES, Locality, confidence_groups
 from oled_jax.traces.tables import STATE_NAMES
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Traces = Mapping[str, Locality]
 SINGLE_COLOUR = "0.7"
-DPI = 150
 MANY = 4  # as many traces leave no room for numbers over bars
 WIDE = 100.0
 BOUNDARY = GAPS + 1.3  # where the overlap across a block boundary is drawn
-
-
-def check_plots(directory: Path) -> None:
-    """Raises UsageError if no plot can be made or written there, before any work is done."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--out draws plots, which needs matplotlib: pip install 'oled_jax[plots]'")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {directory} cannot be made: {error.strerror}") from error
-
-
-def save_figure(figure: "Figure", path: Path) -> None:
-    """Writes a PNG, whole or not at all. Raises UsageError if it cannot be written."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(temporary, dpi=DPI, format="png")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def write_plots(traces: Traces, directory: Path) -> list[Path]:
@@ -64,7 +36,7 @@ def write_plots(traces: Traces, directory: Path) -> list[Path]:
 
 
 def _overlap(traces: Traces) -> "Figure":
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = new_figure(1)
     gaps = np.arange(1, GAPS + 1)
     for number, (name, found) in enumerate(traces.items()):
         axes.plot(gaps, found.overlap.mean(-1), marker="o", color=f"C{number}", label=name)
@@ -75,7 +47,7 @@ def _overlap(traces: Traces) -> "Figure":
     axes.set_ylim(0, 1.02)
     axes.set(xlabel="iterations apart, in one block", ylabel="share of experts in common")
     axes.set_title("Expert overlap between iterations")
-    _legend(figure, axes, traces)
+    legend_below(figure, axes, columns=min(len(traces), MANY))
     return figure
 
 
@@ -83,18 +55,18 @@ def _cosine(traces: Traces) -> "Figure | None":
     recorded = {name: found.cosine.mean(-1) for name, found in traces.items() if not np.isnan(found.cosine).all()}
     if not recorded:
         return None
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = new_figure(1)
     for number, name in enumerate(traces):
         if name in recorded:
             axes.plot(np.arange(1, GAPS + 1), recorded[name], marker="o", color=f"C{number}", label=name)
     axes.set(xlabel="iterations apart, in one block", ylabel="cosine, mean over layers and tokens")
     axes.set_title("Similarity of layer inputs between iterations")
-    _legend(figure, axes, recorded)
+    legend_below(figure, axes, columns=min(len(recorded), MANY))
     return figure
 
 
 def _stability(traces: Traces) -> "Figure":
-    figure, panels = _figure(len(STATES))
+    figure, panels = new_figure(len(STATES))
     groups = np.arange(len(confidence_groups()))
     for s, (axes, state) in enumerate(zip(panels, STATES, strict=True)):
         for number, (name, found) in enumerate(traces.items()):
@@ -103,26 +75,26 @@ def _stability(traces: Traces) -> "Figure":
         axes.set(title=STATE_NAMES[state], xlabel="confidence", xlim=(-0.3, groups[-1] + 0.3), ylim=(0, 1.02))
     panels[0].set_ylabel("share of a token's experts\nthat the next iteration keeps")
     figure.suptitle("Routing stability by token state and confidence")
-    _legend(figure, panels[0], traces)
+    legend_below(figure, panels[0], columns=min(len(traces), MANY))
     return figure
 
 
 def _layers(traces: Traces) -> "Figure":
     from matplotlib.ticker import MaxNLocator
 
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = new_figure(1)
     for number, (name, found) in enumerate(traces.items()):
         layers = np.arange(found.header.num_layers)
         axes.plot(layers, found.activation_ratio, marker="o", color=f"C{number}", label=name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.set(xlabel="MoE layer", ylabel="activated experts / experts", title="Activation ratio by layer")
-    _legend(figure, axes, traces)
+    legend_below(figure, axes, columns=min(len(traces), MANY))
     return figure
 
 
 def _cost(traces: Traces) -> "Figure":
-    figure, panels = _figure(3)
+    figure, panels = new_figure(3)
     costs = [found.cost for found in traces.values()]
     bars = (
         ("Activated by a pass", "B", [c.pass_bytes for c in costs], [c.single_bytes for c in costs]),
@@ -155,22 +127,3 @@ PLOTS: Mapping[str, Callable[[Traces], "Figure | None"]] = {
     "layers.png": _layers,
     "cost.png": _cost,
 }
-
-
-def _figure(panels: int) -> "tuple[Figure, Sequence[Axes]]":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.0) if panels == 1 else (3.6 * panels, 3.8), layout="constrained")
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    for each in axes:
-        each.grid(axis="y", color="0.9")
-        each.set_axisbelow(True)
-        each.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _legend(figure: "Figure", axes: "Axes", traces: Mapping[str, object]) -> None:
-    """Below the plot, where it hides nothing."""
-    figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=min(len(traces), MANY), frameon=False
-    )

@@ -9,7 +9,7 @@ from made_traces import HEADER
 
 from oled_jax.cost.profile import FORMAT, UNMEASURED, Figures, HardwareProfile
 from oled_jax.errors import UsageError
-from oled_jax.sim.hardware import BUILT_IN_PAGE_BYTES, of_bandwidths, of_profile, page_bytes, read_hardware
+from oled_jax.sim.hardware import BUILT_IN_PAGE_BYTES, of_bandwidths, of_profile, read_hardware
 
 
 def saved(tmp_path, profile: HardwareProfile = PROFILE):
@@ -78,5 +78,5 @@ def test_what_is_not_given_is_built_in_and_scaled():
 
 
 def test_the_size_of_a_page_follows_its_dtype():
-    assert page_bytes(HEADER) == 3 * 64 * 32 * 4
-    assert page_bytes(dataclasses.replace(HEADER, dtype="bfloat16")) == 3 * 64 * 32 * 2
+    assert HEADER.page_bytes == 3 * 64 * 32 * 4
+    assert dataclasses.replace(HEADER, dtype="bfloat16").page_bytes == 3 * 64 * 32 * 2

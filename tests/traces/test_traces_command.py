@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from oled_jax.traces import __main__ as command
-from oled_jax.traces import plots
 from oled_jax.traces.files import open_trace
 from oled_jax.traces.locality_meter import measure_locality
 
@@ -109,17 +108,6 @@ def test_only_plots_need_matplotlib(run, traces, monkeypatch, tmp_path):
     assert "pip install 'oled_jax[plots]'" in err
     assert not (tmp_path / "plots").exists()
     assert run("locality", traces[0])[0] == 0
-
-
-def test_a_plot_is_written_whole_or_not_at_all(tmp_path):
-    from matplotlib.figure import Figure
-
-    with pytest.raises(plots.UsageError, match="cannot be written"):
-        plots.save_figure(Figure(), tmp_path / "missing" / "a.png")
-    (tmp_path / "a.png").mkdir()
-    with pytest.raises(plots.UsageError, match=r"a\.png cannot be written"):
-        plots.save_figure(Figure(), tmp_path / "a.png")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 
 
 @pytest.mark.parametrize(

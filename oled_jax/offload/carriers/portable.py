@@ -19,7 +19,7 @@ from oled_jax.offload.carriers.base import Compute, Plan
 from oled_jax.offload.manager import CacheManager
 from oled_jax.offload.plan import PlanLayout
 from oled_jax.offload.pool import Pool, fetch, stage_pages
-from oled_jax.offload.schedule import Move
+from oled_jax.offload.schedule import Move, by_layer
 from oled_jax.offload.store import PageStore
 
 _managers: "weakref.WeakValueDictionary[int, CacheManager]" = weakref.WeakValueDictionary()
@@ -120,12 +120,11 @@ class PortableMover:
 
     def stage(self, pool: Pool, moves: Sequence[Move]) -> Pool:
         width = self.operands[0].gate_up.shape[0]
-        for layer in sorted({layer for layer, _, _ in moves}):
-            mine = [(expert, slot) for at, expert, slot in moves if at == layer]
+        for layer, experts, slots in by_layer(moves):
             # A fixed width: one program serves every number of pages.
-            table = np.zeros((2, max(width, len(mine))), np.int32)
-            table[:, : len(mine)] = np.transpose(mine)
-            pool = stage_pages(pool, self.operands[layer], *table, np.int32(len(mine)))
+            table = np.zeros((2, max(width, len(slots))), np.int32)
+            table[:, : len(slots)] = experts, slots
+            pool = stage_pages(pool, self.operands[layer], *table, np.int32(len(slots)))
         return pool
 
     def drain(self, pool: Pool) -> None:
