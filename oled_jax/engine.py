@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Int32
 
 from oled_jax.config import DecodingConfig, ModelConfig
@@ -33,7 +32,7 @@ from oled_jax.offload.statistics import CacheStatistics
 from oled_jax.offload.store import PageStore, aligned_empty, allocate_store
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, PassInfo, Policy
-from oled_jax.program import PassInputs, PassSpec, fill_pool, forward_pass
+from oled_jax.program import PassInputs, PassSpec, Trunk, fill_pool, forward_pass, trunk_arrays
 from oled_jax.recording import Recording, open_recording
 from oled_jax.session import Session
 from oled_jax.traces.files import TraceWriter
@@ -61,7 +60,7 @@ class Engine:
 
     Args:
       config: the model; its dtype is that of all weights but the router's bias.
-      trunk: the NNX state of the trunk, on the device.
+      trunk: the trunk's arrays, on the device (`load_trunk`).
       store: pages in host memory; None if the pool holds every page.
       pool: device pages, owned by the engine from now on.
       manager: plans; None if the pool holds every page.
@@ -74,7 +73,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        trunk: nnx.State[Any, Any],
+        trunk: Trunk,
         *,
         pool: Pool,
         store: PageStore | None = None,
@@ -390,7 +389,7 @@ def load_offloaded(
     return Engine(config, trunk, pool=pool, store=store, manager=manager, carrier=carrier)
 
 
-def load_trunk(config: ModelConfig, source: WeightSource) -> nnx.State[Any, Any]:
-    """The trunk's state, on the device."""
+def load_trunk(config: ModelConfig, source: WeightSource) -> Trunk:
+    """The trunk's arrays, on the device."""
     _, state = assemble(config, source.read_trunk(jnp.dtype(config.dtype)))
-    return jax.device_put(state, jax.local_devices()[0])
+    return trunk_arrays(jax.device_put(state, jax.local_devices()[0]))
