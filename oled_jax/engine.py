@@ -5,7 +5,7 @@ Nothing else knows all parts. One engine runs one generation at a time; what bel
 
 import os
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from oled_jax.config import DecodingConfig, ModelConfig
 from oled_jax.decode.block_diffusion import BlockDiffusion
@@ -32,7 +32,7 @@ from oled_jax.offload.statistics import CacheStatistics
 from oled_jax.offload.store import PageStore, aligned_empty, allocate_store
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, PassInfo, Policy
-from oled_jax.program import PassInputs, PassSpec, Trunk, fill_pool, forward_pass, trunk_arrays
+from oled_jax.program import PassInputs, PassSpec, Trunk, fill_pool, forward_pass, trunk_arrays, trunk_head
 from oled_jax.recording import Recording, open_recording
 from oled_jax.session import Session
 from oled_jax.traces.files import TraceWriter
@@ -82,6 +82,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.trunk = trunk
+        self.head = trunk_head(config, trunk)
         self.store = store
         self.manager = manager
         # Before the pool: an engine's parts end in this order, and pages on their way must land in memory that is ours.
@@ -228,8 +229,8 @@ class Engine:
             if self.manager.failure is not None and self.mover is not None:
                 self.mover.reset()
             self.manager.raise_failure()
-        else:
-            self._count_routes(info, outputs.routes)
+        elif outputs.routes is not None:
+            self._count_routes(info, np.asarray(outputs.routes))
         if recording is not None:
             recording.end_pass(outputs)
         return cache, outputs.hidden
@@ -284,11 +285,11 @@ class Engine:
         if moves and self.mover is not None:
             self._pool = self.mover.stage(self._pool, moves)
 
-    def _count_routes(self, info: PassInfo, routes: Iterable[jax.Array]) -> None:
+    def _count_routes(self, info: PassInfo, routes: Int[np.ndarray, "L N K"]) -> None:
         """Every page is resident: each activated expert is a hit."""
         E = self.config.num_experts
         for layer, ids in enumerate(routes):
-            used = np.asarray(ids)[info.token_mask]
+            used = ids[info.token_mask]
             activated = int(np.count_nonzero(np.bincount(used.ravel(), minlength=E)))
             self.statistics.add(info.kind, layer, activated=activated, hits=activated, capacity=E)
 

@@ -17,7 +17,7 @@ from oled_jax.decode.sampling import request_numbers
 from oled_jax.models.kv_cache import init_kv_cache
 from oled_jax.passes import PassKind, PassOutcome
 from oled_jax.policies.base import IterationOutcome, PassInfo
-from oled_jax.program import PassInputs, Sampling, sample
+from oled_jax.program import PassInputs, Sampling, sample, unpack_sample
 
 if TYPE_CHECKING:
     from oled_jax.engine import Engine
@@ -137,12 +137,11 @@ class Session:
         self._pass_index += 1
         if not compared.any():
             return None
-        predicted = self._sample(hidden, pass_index)
-        return Prediction(*(np.asarray(array) for array in jax.device_get(predicted)))
+        return Prediction(*unpack_sample(self._sample(hidden, pass_index)))
 
-    def _sample(self, hidden: jax.Array, pass_index: int) -> tuple[jax.Array, jax.Array]:
-        config, trunk, seed = self._engine.config, self._engine.trunk, np.int32(self._decoding.seed)
-        return sample(config, self._sampling, trunk, hidden, seed, self._requests, np.int32(pass_index))
+    def _sample(self, hidden: jax.Array, pass_index: int) -> jax.Array:
+        seed = np.int32(self._decoding.seed)
+        return sample(self._sampling, self._engine.head, hidden, seed, self._requests, np.int32(pass_index))
 
     def end_pass(self, outcome: PassOutcome) -> None:
         """Gives the cache manager what the decoder did."""
