@@ -153,7 +153,12 @@ def _by_layer(arrays: Sequence[Array]) -> Array | None:
     return jnp.stack(arrays) if arrays else None
 
 
-@functools.partial(jax.jit, static_argnames="sampling")
+# The autotuner would allocate the head once more while it compiles, 0.65 GB of LLaDA2.0-mini's, beside a pool that may
+# fill the device. What it finds saves less than 0.1 of a pass's 10 ms (docs/performance-notes.md).
+SMALL_COMPILATION = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
+
+@functools.partial(jax.jit, static_argnames="sampling", compiler_options=SMALL_COMPILATION)
 def sample(
     sampling: Sampling,
     head: Float[Array, "V D"],

@@ -94,8 +94,8 @@ class Residency:
     ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, " R"]]:
         """Gives every page that enters a layer a slot, in rounds, and leaves exactly `keep` resident.
 
-        One round, if there are as many free slots. Else each round takes half of the free ones; those of what is not kept
-        become free when the round after theirs is planned.
+        One round, if there are as many free slots. Else each round takes half of the free ones; slots of what is not
+        kept become free when the round after theirs has been planned.
 
         Returns:
           slots of `hits`, then of `entering`; where each round ends in `entering`, lent until the next call.

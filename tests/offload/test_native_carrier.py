@@ -193,7 +193,8 @@ def test_ten_thousand_layers_leak_nothing():
             plan = layout.fields(flat)
             plan["num_rounds"][:] = 2
             plan["cpu_pairs"][:] = 1
-            plan["transfer_end"][:] = plan["item_end"][:] = 4, 8
+            for ends in (plan["transfer_end"], plan["item_end"]):
+                ends[0], ends[1:] = 4, E
             plan["transfer_expert"][:] = np.arange(E)
             plan["transfer_slot"][:] = plan["item_slot"][:] = np.arange(E) % 4
             plan["pair_row"][:] = np.arange(N * K) % E * items.rows
