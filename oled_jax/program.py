@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from oled_jax.config import ModelConfig
 from oled_jax.decode.sampling import predict, row_keys
 from oled_jax.models.kv_cache import KVCache
-from oled_jax.models.llada2 import block_mask
 from oled_jax.models.moe import Experts
 from oled_jax.models.registry import family_named
+from oled_jax.models.trunk import block_mask
 from oled_jax.offload.carriers.registry import make_carrier
 from oled_jax.offload.layer import ExpertCarry, OffloadedExperts, ReplayedExperts, ResidentExperts
 from oled_jax.offload.observed import Comparison, History, ObservedCarry, ObservedExperts
