@@ -15,11 +15,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from oled_jax.config import ModelConfig
-from oled_jax.decode.sampling import predict, row_keys
+from oled_jax.decode.sampling import entropy, predict, row_keys
 from oled_jax.models.kv_cache import KVCache
 from oled_jax.models.moe import Experts
 from oled_jax.models.registry import family_named
-from oled_jax.models.trunk import block_mask
+from oled_jax.models.trunk import block_mask, full_mask
 from oled_jax.offload.carriers.registry import make_carrier
 from oled_jax.offload.layer import ExpertCarry, OffloadedExperts, ReplayedExperts, ResidentExperts
 from oled_jax.offload.observed import Comparison, History, ObservedCarry, ObservedExperts
@@ -27,16 +27,19 @@ from oled_jax.offload.plan import PlanLayout
 from oled_jax.offload.pool import Pool
 from oled_jax.ops.grouping import ItemShape
 
+HEAD_POSITIONS = 64  # of a whole text that the head works on at a time
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What `decode.sampling.predict` needs to know when the program is compiled."""
+    """What `decode.sampling.predict` needs to know when the program is compiled. entropy: of every position, too."""
 
     mask_id: int
     temperature: float
     top_k: int | None
     top_p: float | None
     editing: bool
+    entropy: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,14 @@ class PassSpec:
     uses_cpu: bool
     carrier: str = ""
     gates: bool = False
+
+
+class Sampled(NamedTuple):
+    """One token per position, its confidence, and the entropy if it was asked for."""
+
+    tokens: Int32[Array, "B T"]
+    confidence: Float32[Array, "B T"]
+    entropy: Float32[Array, "B T"] | None
 
 
 class PassInputs(NamedTuple):
@@ -97,15 +108,16 @@ def forward_pass(
     trunk: nnx.State[Any, Any],
     store: Sequence[Pool],
     pool: Pool,
-    cache: KVCache,
+    cache: KVCache | None,
     inputs: PassInputs,
     history: History = (),
-) -> tuple[Pool, KVCache, PassOutputs]:
+) -> tuple[Pool, KVCache | None, PassOutputs]:
     """One pass through the trunk. Pool, cache and history are donated and updated in place.
 
     Args:
       trunk: the model's NNX state.
       store: pages of each MoE layer in host memory; empty if every page is resident.
+      cache: None if attention goes both ways over the chunk, which then is the whole text.
       history: earlier layer inputs, if `inputs.iterations` says how to compare them.
 
     Returns:
@@ -115,7 +127,8 @@ def forward_pass(
     model = nnx.merge(graph_definition(config), trunk)
     B, T = inputs.tokens.shape
     positions = inputs.starts[:, None] + jnp.arange(T, dtype=jnp.int32)
-    mask = block_mask(positions, cache.capacity, spec.block_length)
+    L = spec.block_length
+    mask = full_mask(inputs.token_mask) if cache is None else block_mask(positions, cache.capacity, L)
     items = ItemShape(num_tokens=B * T, top_k=config.num_experts_per_tok, num_experts=config.num_experts)
     experts: Experts
     if spec.spare is None:
@@ -152,7 +165,7 @@ def sample(
     seed: Int32[Array, ""],
     requests: Int32[Array, " B"],
     pass_index: Int32[Array, ""],
-) -> tuple[Int32[Array, "B T"], Float32[Array, "B T"]]:
+) -> Sampled:
     """The head, and one token with its confidence per position.
 
     A program of its own: prefill and commit passes go without, and `forward_pass` is not compiled twice for it.
@@ -160,9 +173,33 @@ def sample(
     Args:
       seed, requests, pass_index: of the random keys (`decode.sampling.row_keys`).
     """
-    logits = head_logits(config, trunk, hidden)
     keys = row_keys(seed, requests, pass_index) if sampling.temperature > 0 else None
-    return predict(logits, keys, **dataclasses.asdict(sampling))
+    if config.shifted_logits:
+        # Position 0 has no position before it; its token is always given.
+        hidden = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
+    if not sampling.entropy:
+        return _sample_part(config, sampling, trunk, hidden, keys)
+    B, T, D = hidden.shape
+    parts = hidden.reshape(B, -1, HEAD_POSITIONS, D).swapaxes(0, 1)
+
+    def of_part(numbered: tuple[Array, Array]) -> Sampled:
+        number, part = numbered
+        own = None if keys is None else jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
+        return _sample_part(config, sampling, trunk, part, own)
+
+    # One part after the other: the logits of a whole text would take more memory than its layers.
+    sampled = jax.lax.map(of_part, (jnp.arange(T // HEAD_POSITIONS), parts))
+    return Sampled(*(values.swapaxes(0, 1).reshape(B, T) for values in sampled))
+
+
+def _sample_part(
+    config: ModelConfig, sampling: Sampling, trunk: nnx.State[Any, Any], hidden: Array, keys: Array | None
+) -> Sampled:
+    logits = head_logits(config, trunk, hidden)
+    settings = dataclasses.asdict(sampling)
+    del settings["entropy"]
+    uncertainty = entropy(logits, sampling.temperature) if sampling.entropy else None
+    return Sampled(*predict(logits, keys, **settings), uncertainty)
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -15,7 +15,7 @@ from oled_jax.engine import Engine
 from oled_jax.models.kv_cache import KVCache, init_kv_cache
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import PassInfo
-from oled_jax.program import PassInputs, Sampling, sample
+from oled_jax.program import PassInputs, Sampled, Sampling, sample
 from oled_jax.traces.trace import Trace, TracePass
 
 KV_STEP = 64  # positions; capacities are few, so that traces share programs
@@ -85,7 +85,7 @@ class EngineReplay:
     def _forward(self, info: PassInfo, inputs: PassInputs, cache: KVCache) -> tuple[KVCache, jax.Array]:
         return self.engine.run_pass(info, inputs, cache, self.trace.header.block_length)
 
-    def _sample(self, hidden: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+    def _sample(self, hidden: jax.Array, number: int) -> Sampled:
         assert self.sampling is not None
         requests = np.zeros(self.rows, np.int32)
         return sample(
