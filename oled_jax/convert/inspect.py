@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -13,7 +14,7 @@ from oled_jax.machine import device_free_bytes, host_free_bytes, is_unified
 from oled_jax.memory import MARGIN, MemoryPlan, format_bytes, page_bytes, plan_memory, trunk_bytes
 from oled_jax.offload.residency import DEFAULT_SPARE
 
-PROMPT_LENGTH = 512  # what the table assumes; decoding as `DecodingConfig` has it
+PROMPT_LENGTH = 512  # what the table assumes; decoding as the family's model card recommends
 
 
 def describe_checkpoint(weights: StoredWeights, device: jax.Device) -> list[str]:
@@ -89,7 +90,8 @@ def _row(name: str, plan: MemoryPlan) -> str:
 
 def _plan(weights: StoredWeights, device: jax.Device, *, resident: bool = False) -> MemoryPlan:
     config = weights.config
-    decoding = DecodingConfig(mask_id=0, eos_id=-1, whole_text=config.bidirectional)
+    recommended: dict[str, Any] = dict(weights.family.decoding)
+    decoding = DecodingConfig(mask_id=0, eos_id=-1, **recommended)
     shape = RunShape.of([PROMPT_LENGTH], decoding)
     return plan_memory(
         config,

@@ -11,16 +11,18 @@ from collections.abc import Sequence
 from oled_jax.config import DecodingConfig
 from oled_jax.errors import UsageError
 
+NEEDS_A_TOKEN = "but this model predicts each token from the one before it: give it a first token"
+
 
 def one_block(prompts: Sequence[Sequence[int]], config: DecodingConfig) -> DecodingConfig:
     """`config` with a block that holds the longest text of a batch.
 
     Raises:
-      UsageError: a prompt is empty or begins with the mask token. A token is predicted at the position before it.
+      UsageError: a prompt is empty or begins with the mask token.
     """
     for row, prompt in enumerate(prompts):
-        if len(prompt) == 0 or prompt[0] == config.mask_id:
-            raise UsageError(f"prompt {row}: this model needs a first token, it predicts each from the one before")
+        if len(prompt) > 0 and prompt[0] == config.mask_id:
+            raise UsageError(f"prompt {row} begins with the mask token, {NEEDS_A_TOKEN}")
     return dataclasses.replace(config, block_length=text_capacity([len(prompt) for prompt in prompts], config))
 
 
@@ -30,7 +32,10 @@ def text_capacity(prompt_lengths: Sequence[int], config: DecodingConfig) -> int:
 
 
 def text_lengths(prompt_lengths: Sequence[int], config: DecodingConfig) -> list[int]:
-    """Positions of every text: prompt, answer and one token behind it."""
+    """Positions of every text: prompt, answer and one token behind it. Raises UsageError for an empty prompt."""
+    for row, length in enumerate(prompt_lengths):
+        if length == 0:
+            raise UsageError(f"prompt {row} is empty, {NEEDS_A_TOKEN}")
     return [length + config.gen_length + 1 for length in prompt_lengths]
 
 
