@@ -189,11 +189,9 @@ class DecodingConfig:
     """How text is decoded. Defaults are those of LLaDA2.0's `generate` (REFERENCE sections 6 and 7).
 
     `editing` chooses the 2.1 rule: then `editing_threshold` (None: nothing is edited), `max_post_steps` and
-    `num_to_transfer` apply, and `steps` and `minimal_topk` do not. `rule` names another one
-    (`decode/registry.py`, which also says what each goes by). `whole_text`: the text is denoised as one, not
-    block by block; then `block_length` does not apply, and `pad_id` stands behind the answer (None: eos). An
-    `eos_id` of -1 means that nothing ends the text. Temperature 0 is greedy. `top_k` 0 and `top_p` 1 are off,
-    like None.
+    `num_to_transfer` apply, `steps` and `minimal_topk` do not. `rule` names another one (`decode/registry.py`).
+    `whole_text`: the text is denoised as one, without `block_length`, and `pad_id` stands behind the answer (None:
+    eos). An `eos_id` of -1: nothing ends the text. Temperature 0 is greedy. `top_k` 0 and `top_p` 1 are off, like None.
     """
 
     mask_id: int
@@ -221,10 +219,10 @@ class DecodingConfig:
         for name, least in (
             ("mask_id", 0), ("eos_id", -1), ("gen_length", 0), ("block_length", 1), ("steps", 1),
             ("minimal_topk", 1), ("max_post_steps", 0), ("num_to_transfer", 1), ("temperature", 0.0),
-            ("entropy_bound", 0.0), ("pad_id", 0),
+            ("entropy_bound", 0.0),
         ):  # fmt: skip
             value = getattr(self, name)
-            _require(value is None or value >= least, f"{name} is {value}, it must be at least {least}")
+            _require(value >= least, f"{name} is {value}, it must be at least {least}")
         for name in ("threshold", "editing_threshold", "temperature", "entropy_bound"):
             value = getattr(self, name)
             _require(value is None or math.isfinite(value), f"{name} is {value}, it must be a finite number")
@@ -236,7 +234,7 @@ class DecodingConfig:
         _require(self.top_k is None or self.top_k >= 0, f"top_k is {self.top_k}, it must be at least 0 (0: off)")
         _require(self.top_p is None or self.top_p > 0, f"top_p is {self.top_p}, it must be above 0 (1: off)")
         _require(self.mask_id != self.eos_id, f"mask_id and eos_id are both {self.mask_id}")
-        _require(self.pad_id != self.mask_id, f"pad_id and mask_id are both {self.mask_id}")
+        _require(self.pad_id is None or 0 <= self.pad_id != self.mask_id, f"pad_id {self.pad_id} cannot be a pad")
         _require(self.rule in (None, "edit") or not self.editing, f"rule {self.rule!r} does not edit tokens")
         _require(self.rule != "edit" or self.editing, "rule 'edit' needs editing")
         _require(0 <= self.seed < 2**32, f"seed is {self.seed}, it must be from 0 to 2**32 - 1")
@@ -244,9 +242,10 @@ class DecodingConfig:
     @property
     def rule_name(self) -> str:
         """Entry of `decode.registry.RULES`."""
-        return self.rule or ("edit" if self.editing else "threshold")
+        return self.rule or ("edit" if self.editing else "entropy" if self.whole_text else "threshold")
 
     @property
     def end_id(self) -> int:
         """What stands behind the answer of a whole text."""
-        return max(self.eos_id, 0) if self.pad_id is None else self.pad_id
+        known = (self.eos_id if self.pad_id is None else self.pad_id, 0, 1)
+        return next(token for token in known if token >= 0 and token != self.mask_id)

@@ -23,14 +23,12 @@ SDAR and RND1:
 
 9. The answer is what was generated, at most gen_length tokens, cut after the first eos. The references return the
    prompt with it, and whatever follows the eos.
-10. A step fills masks only. SDAR's overwrites other tokens, also of the prompt, where fewer masks are left than
-    its schedule says.
+10. A step fills masks only. SDAR's overwrites other tokens, even of the prompt, where fewer masks are left.
 11. Temperature 0 is greedy, with RND1's entropies at temperature 1. SDAR's divides by zero, RND1's by 1e-8.
 12. gen_length is the number of tokens: RND1 counts the position behind them in, which it leaves to pad (`end_id`).
 13. Entropies are those before top-k and top-p; RND1's turn into NaN.
 14. A step of RND1's schedule that would fill no mask runs no pass.
-15. A mask token in an RND1 prompt is decoded where it stands (`Result.canvas`), also if gen_length is 0: the
-    reference's infilling, of as many tokens as there are masks.
+15. A mask in an RND1 prompt is decoded where it stands (`Result.canvas`), also if gen_length is 0: infilling.
 
 A mask token in the prompt of a model with blocks is as in the reference: it stays in a whole prompt block, and is
 decoded in the block that prompt and answer share.

@@ -114,6 +114,15 @@ def test_a_whole_text_is_one_block_with_something_behind_it() -> None:
     assert before.masked_before.sum(axis=1).tolist() == [10, 10]
 
 
+def test_what_stands_behind_a_text_is_never_a_mask() -> None:
+    assert config(whole_text=True, pad_id=3).end_id == 3
+    assert config(whole_text=True).end_id == EOS
+    assert config(whole_text=True, eos_id=-1).end_id == 0
+    assert config(whole_text=True, eos_id=-1, mask_id=0).end_id == 1
+    with pytest.raises(UsageError, match="pad_id 15 cannot be"):
+        config(pad_id=MASK)
+
+
 def test_masks_in_the_prompt_are_an_infilling() -> None:
     results, _ = results_of([[1, MASK, MASK, 2]], "entropy", steps=2, gen_length=0)
     assert results[0].output_ids == ()
