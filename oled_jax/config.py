@@ -9,7 +9,7 @@ import math
 from oled_jax.errors import CheckpointError, UsageError
 
 DTYPES = ("float32", "bfloat16", "float16")
-MIN_TEMPERATURE = 1e-4
+MIN_TEMPERATURE = 1e-4  # logits divided by less overflow float32
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
@@ -226,7 +226,6 @@ class DecodingConfig:
         for name in ("threshold", "editing_threshold", "temperature", "entropy_bound"):
             value = getattr(self, name)
             _require(value is None or math.isfinite(value), f"{name} is {value}, it must be a finite number")
-        # Logits divided by less than this overflow float32.
         _require(
             self.temperature == 0 or self.temperature >= MIN_TEMPERATURE,
             f"temperature is {self.temperature}, it must be 0 (greedy) or at least {MIN_TEMPERATURE}",
@@ -235,8 +234,8 @@ class DecodingConfig:
         _require(self.top_p is None or self.top_p > 0, f"top_p is {self.top_p}, it must be above 0 (1: off)")
         _require(self.mask_id != self.eos_id, f"mask_id and eos_id are both {self.mask_id}")
         _require(self.pad_id is None or 0 <= self.pad_id != self.mask_id, f"pad_id {self.pad_id} cannot be a pad")
-        _require(self.rule in (None, "edit") or not self.editing, f"rule {self.rule!r} does not edit tokens")
-        _require(self.rule != "edit" or self.editing, "rule 'edit' needs editing")
+        agrees = self.rule is None or (self.rule == "edit") == self.editing
+        _require(agrees, f"rule is {self.rule!r}, but editing is {self.editing}")
         _require(0 <= self.seed < 2**32, f"seed is {self.seed}, it must be from 0 to 2**32 - 1")
 
     @property
@@ -247,5 +246,5 @@ class DecodingConfig:
     @property
     def end_id(self) -> int:
         """What stands behind the answer of a whole text."""
-        known = (self.eos_id if self.pad_id is None else self.pad_id, 0, 1)
-        return next(token for token in known if token >= 0 and token != self.mask_id)
+        choices = (self.eos_id if self.pad_id is None else self.pad_id, 0, 1)
+        return next(token for token in choices if token >= 0 and token != self.mask_id)

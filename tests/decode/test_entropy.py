@@ -143,7 +143,7 @@ def test_a_rule_of_another_way_to_decode_is_refused() -> None:
         acceptance_rule(config(rule="static", whole_text=True))
     with pytest.raises(UsageError, match="'magic' is unknown"):
         acceptance_rule(config(rule="magic"))
-    with pytest.raises(UsageError, match="does not edit tokens"):
+    with pytest.raises(UsageError, match="rule is 'static', but editing is True"):
         config(rule="static", editing=True)
 
 
