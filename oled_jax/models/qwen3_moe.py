@@ -15,14 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from oled_jax.config import ModelConfig
+from oled_jax.models.family import Family
 from oled_jax.models.hf_config import ConfigReader
 from oled_jax.models.layers import Attention, Embedding, Linear, RMSNorm
 from oled_jax.models.moe import MoEBlock, SoftmaxRouter
 from oled_jax.models.rope import apply_rotary
-from oled_jax.models.trunk import DecoderLayer, Trunk
-
-EXPERT_NAME = "model.layers.{layer}.mlp.experts.{expert}.{projection}.weight"
-MERGED_NAME = "model.layers.{layer}.mlp.experts.{projection}"
+from oled_jax.models.trunk import DecoderLayer, Trunk, ignored_tensors, moe_layers, named_tensors
 
 # What the published configuration class says of keys that a file lacks.
 CLASS_DEFAULTS: Mapping[str, Any] = {
@@ -87,6 +85,20 @@ class Qwen3Moe(Trunk):
 def build(config: ModelConfig) -> Qwen3Moe:
     """The trunk with placeholder weights."""
     return Qwen3Moe(config)
+
+
+# A family of this trunk; the ids are those of Qwen3's tokenizer with a mask token added.
+qwen3_moe_family = functools.partial(
+    Family,
+    trunk_tensors=functools.partial(named_tensors, build),
+    ignored_tensors=ignored_tensors,
+    build=build,
+    expert_name="model.layers.{layer}.mlp.experts.{expert}.{projection}.weight",
+    merged_name="model.layers.{layer}.mlp.experts.{projection}",
+    moe_layers=moe_layers,
+    default_mask_id=151669,
+    default_eos_id=151645,
+)
 
 
 def read_config(raw: Mapping[str, Any], defaults: Mapping[str, Any] = CLASS_DEFAULTS, **fields: object) -> ModelConfig:

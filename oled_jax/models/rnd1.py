@@ -4,14 +4,11 @@ Specification: REFERENCE section 10. The published configuration class overwrite
 those of Qwen3-30B-A3B; here the file's count, and the others stand in for what it lacks.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 from oled_jax.config import ModelConfig
 from oled_jax.models import qwen3_moe
-from oled_jax.models.family import Family
-from oled_jax.models.trunk import ignored_tensors, moe_layers, named_tensors
 
 QWEN3_30B_A3B: Mapping[str, Any] = {
     **qwen3_moe.CLASS_DEFAULTS, "num_hidden_layers": 48, "head_dim": 128, "rope_theta": 1e6,
@@ -34,18 +31,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     return qwen3_moe.read_config(raw, QWEN3_30B_A3B, **facts)
 
 
-RND1 = Family(
+RND1 = qwen3_moe.qwen3_moe_family(
     name="rnd1",
     model_types=("rnd1",),
     config_from_hf=config_from_hf,
-    trunk_tensors=functools.partial(named_tensors, qwen3_moe.build),
-    ignored_tensors=ignored_tensors,
-    build=qwen3_moe.build,
-    expert_name=qwen3_moe.EXPERT_NAME,
-    merged_name=qwen3_moe.MERGED_NAME,
-    moe_layers=moe_layers,
-    default_mask_id=151669,
-    default_eos_id=151645,
     decoding={"rule": "entropy", "whole_text": True, "gen_length": 256, "steps": 256, "temperature": 0.0},
     decoding_keys={"num_diffusion_steps": "steps", "pad_token_id": "pad_id"},
     rules=("entropy", "entropy-bound"),
