@@ -16,7 +16,7 @@ SDAR = qwen3_moe.qwen3_moe_family(
     name="sdar",
     model_types=("sdar_moe",),
     config_from_hf=config_from_hf,
-    # The published default of steps is the block length: one token in every pass, which `steps` 32 gives up to blocks of 32.
+    # The published default of steps is the block length: a token in every pass. 32 steps are that up to blocks of 32.
     decoding={"rule": "dynamic", "block_length": 4, "steps": 32, "threshold": 0.85, "temperature": 1.0},
     decoding_keys={"block_size": "block_length"},
     rules=("dynamic", "static", "sequential"),
