@@ -268,10 +268,13 @@ def decoding_options(options: argparse.Namespace, model: OpenedModel) -> Decodin
     )
     for sentence in ids.notes:
         note(f"note: {sentence}")
-    return resolve_decoding(
+    decoding = resolve_decoding(
         vars(options),
         family=model.family,
         generation_config=model.generation_config,
         raw_config=model.raw_config,
         ids=ids,
     )
+    if decoding.pad_id is not None and decoding.pad_id >= model.config.vocab_size:
+        raise UsageError(f"--pad-id {decoding.pad_id} lies outside the vocabulary of {model.config.vocab_size} tokens")
+    return decoding
