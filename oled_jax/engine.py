@@ -8,7 +8,7 @@ import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxtyping import Int, Int32
 from oled_jax.config import DecodingConfig, ModelConfig
 from oled_jax.decode.block_diffusion import BlockDiffusion
 from oled_jax.decode.events import Event, FinishEvent, Result
+from oled_jax.decode.whole_text import one_block
 from oled_jax.errors import UsageError
 from oled_jax.models.kv_cache import KVCache
 from oled_jax.models.registry import assemble
@@ -32,10 +33,13 @@ from oled_jax.offload.statistics import CacheStatistics
 from oled_jax.offload.store import PageStore, aligned_empty, allocate_store
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, PassInfo, Policy
-from oled_jax.program import PassInputs, PassSpec, Trunk, fill_pool, forward_pass, trunk_arrays, trunk_head
+from oled_jax.program import PassInputs, PassSpec, TrunkArrays, fill_pool, forward_pass, trunk_arrays, trunk_head
 from oled_jax.recording import Recording, open_recording
 from oled_jax.session import Session
 from oled_jax.traces.files import TraceWriter
+from oled_jax.whole_text_session import WholeTextSession
+
+Cache = TypeVar("Cache", bound=KVCache | None)
 
 
 @runtime_checkable
@@ -73,7 +77,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        trunk: Trunk,
+        trunk: TrunkArrays,
         *,
         pool: Pool,
         store: PageStore | None = None,
@@ -115,17 +119,22 @@ class Engine:
         """Decodes a batch of prompts and yields what happens as it happens.
 
         Raises:
-          UsageError: a token id lies outside the vocabulary; or a trace of another block length is being recorded.
+          UsageError: a token id lies outside the vocabulary, the model cannot be decoded like this, or a trace of
+            another block length is being recorded.
           RuntimeError: another run of this engine has not ended, or a pass failed (the engine can be used again).
           Exception: whatever a policy raised, as itself.
         """
         self._check_ids(prompts, decoding)
+        self._check_way(decoding)
+        session_type: type[Session] = Session
+        if decoding.whole_text:
+            session_type, decoding = WholeTextSession, one_block(prompts, decoding)
         with self._alone():
             if self._recording is not None:
-                self._recording.begin_run(len(prompts), decoding.block_length)
+                self._recording.begin_run(len(prompts), decoding)
             for prompt in prompts:
                 self.begin_request(np.asarray(prompt, np.int32))
-            session = Session(self, prompts, decoding)
+            session = session_type(self, prompts, decoding)
             yield from BlockDiffusion(session, decoding).run(prompts)
 
     @contextmanager
@@ -192,10 +201,11 @@ class Engine:
         if self.cpu_experts is not None:
             self.cpu_experts.close()
 
-    def run_pass(
-        self, info: PassInfo, inputs: PassInputs, cache: KVCache, block_length: int
-    ) -> tuple[KVCache, jax.Array]:
+    def run_pass(self, info: PassInfo, inputs: PassInputs, cache: Cache, block_length: int) -> tuple[Cache, jax.Array]:
         """One forward pass, complete when this returns.
+
+        Args:
+          cache: None: over whole texts, for models that are `bidirectional`.
 
         Returns:
           the cache, and the hidden states [B, T, D].
@@ -316,8 +326,16 @@ class Engine:
             outside = [token for token in prompt if not 0 <= token < V]
             if outside:
                 raise UsageError(f"prompt {row}: token id {outside[0]} is outside the vocabulary of {V}")
-        if decoding.mask_id >= V:
-            raise UsageError(f"mask_id {decoding.mask_id} is outside the vocabulary of {V}")
+        for name in ("mask_id", "pad_id"):
+            token = getattr(decoding, name)
+            if token is not None and token >= V:
+                raise UsageError(f"{name} {token} is outside the vocabulary of {V}")
+
+    def _check_way(self, decoding: DecodingConfig) -> None:
+        if decoding.whole_text != self.config.bidirectional:
+            way = "whole texts" if self.config.bidirectional else "block by block"
+            family = self.config.family
+            raise UsageError(f"models of family {family} decode {way}, whole_text is {decoding.whole_text}")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -390,7 +408,7 @@ def load_offloaded(
     return Engine(config, trunk, pool=pool, store=store, manager=manager, carrier=carrier)
 
 
-def load_trunk(config: ModelConfig, source: WeightSource) -> Trunk:
+def load_trunk(config: ModelConfig, source: WeightSource) -> TrunkArrays:
     """The trunk's arrays, on the device."""
     _, state = assemble(config, source.read_trunk(jnp.dtype(config.dtype)))
     return trunk_arrays(jax.device_put(state, jax.local_devices()[0]))

@@ -17,6 +17,7 @@ from oled_jax.convert.hub import resolve_model
 from oled_jax.cost.lookup import profile_for
 from oled_jax.cost.measure import profile_key
 from oled_jax.cost.profile import UNMEASURED
+from oled_jax.decode.whole_text import text_capacity
 from oled_jax.demo.shipped import LABEL, demo_model_dir
 from oled_jax.engine import Engine, WeightSource, load_offloaded, load_resident
 from oled_jax.errors import UsageError
@@ -29,6 +30,7 @@ from oled_jax.offload.cpu_experts.registry import AUTO
 from oled_jax.offload.residency import DEFAULT_SPARE
 from oled_jax.policies.base import Policy, PolicyContext
 from oled_jax.policies.registry import POLICIES, make_policy, parse_policy
+from oled_jax.program import HEAD_POSITIONS
 from oled_jax.session import kv_capacity, prefill_chunk
 from oled_jax.text import TextCodec
 
@@ -84,7 +86,7 @@ def _open_checkpoint(directory: Path, label: str, dtype: str | None) -> OpenedMo
         config=dataclasses.replace(checkpoint.config, dtype=dtype or checkpoint.config.dtype),
         raw_config=checkpoint.raw_config,
         generation_config=checkpoint.generation_config,
-        codec=TextCodec.open(directory),
+        codec=TextCodec.open(directory, checkpoint.family.chat_template),
         weights=checkpoint,
     )
 
@@ -192,7 +194,10 @@ def _slots_of_gigabytes(gigabytes: float, config: ModelConfig, spare: int) -> in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunShape:
-    """What a run needs beyond the weights. Positions of the KV cache, of a prefill pass, of a block."""
+    """What a run needs beyond the weights. Positions of the KV cache, of a prefill pass, of a block.
+
+    Whole texts: no KV cache, the one kind of pass there is, and what the head works on at a time.
+    """
 
     batch: int
     kv_positions: int
@@ -201,6 +206,9 @@ class RunShape:
 
     @classmethod
     def of(cls, prompt_lengths: Sequence[int], decoding: DecodingConfig) -> "RunShape":
+        if decoding.whole_text:
+            chunk = text_capacity(prompt_lengths, decoding)
+            return cls(batch=len(prompt_lengths), kv_positions=0, chunk=chunk, block_length=HEAD_POSITIONS)
         return cls(
             batch=len(prompt_lengths),
             kv_positions=kv_capacity(prompt_lengths, decoding),

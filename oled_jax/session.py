@@ -14,7 +14,8 @@ from jaxtyping import Bool, Int32
 from oled_jax.config import DecodingConfig
 from oled_jax.decode.block_diffusion import Prediction
 from oled_jax.decode.sampling import request_numbers
-from oled_jax.models.kv_cache import init_kv_cache
+from oled_jax.decode.whole_text import rounded_up
+from oled_jax.models.kv_cache import KVCache, init_kv_cache
 from oled_jax.passes import PassKind, PassOutcome
 from oled_jax.policies.base import IterationOutcome, PassInfo
 from oled_jax.program import PassInputs, Sampling, sample, unpack_sample
@@ -41,8 +42,7 @@ def kv_capacity(prompt_lengths: Sequence[int], decoding: DecodingConfig) -> int:
     canvas = math.ceil((longest + decoding.gen_length) / L) * L
     chunk = prefill_chunk(longest, L)
     needed = max(canvas, math.ceil(longest // L * L / chunk) * chunk, L)
-    step = max(64, 1 << max(0, needed.bit_length() - 3))
-    return math.ceil(needed / step) * step
+    return rounded_up(needed)
 
 
 class Session:
@@ -63,11 +63,11 @@ class Session:
             temperature=decoding.temperature,
             top_k=decoding.top_k,
             top_p=decoding.top_p,
-            editing=decoding.editing,
+            editing=decoding.editing or decoding.whole_text,  # RND1 compares logits, too
+            entropy=decoding.whole_text,
+            shifted=engine.config.shifted_logits,
         )
-        cache = init_kv_cache(engine.config, len(prompts), kv_capacity(lengths, decoding))
-        # Committed, as what a pass returns is: else the second pass would compile anew.
-        self._cache = jax.device_put(cache, jax.local_devices()[0])
+        self._cache = self._empty_cache(lengths)
         self._sequence_length = np.int32(max(lengths, default=0) + decoding.gen_length)
         self._requests = request_numbers(prompts)
         self._pass_index = 0
@@ -76,6 +76,12 @@ class Session:
         self._iterations = np.zeros(len(prompts), np.int32)  # denoise and edit passes so far over each row's block
         self._warm_up(max(lengths, default=0) // decoding.block_length * decoding.block_length)
 
+    def _empty_cache(self, lengths: Sequence[int]) -> KVCache | None:
+        """Keys and values of nothing yet, for prompts of these lengths."""
+        cache = init_kv_cache(self._engine.config, len(lengths), kv_capacity(lengths, self._decoding))
+        # Committed, as what a pass returns is: else the second pass would compile anew.
+        return jax.device_put(cache, jax.local_devices()[0])
+
     def _warm_up(self, prefill_length: int) -> None:
         """Compiles the run's programs by passes in which no token routes, so that no compilation is timed."""
         B, L = self._confidence.shape
@@ -83,7 +89,7 @@ class Session:
         for kind, width in zip((PassKind.DENOISE, PassKind.PREFILL), (L, *chunk), strict=False):
             tokens, starts = np.zeros((B, width), np.int32), np.zeros(B, np.int32)
             nothing = np.zeros((B, width), bool)
-            shape = (width, L, self._cache.capacity, B, self._sampling)
+            shape = (width, L, 0 if self._cache is None else self._cache.capacity, B, self._sampling)
             with self._engine.warm_up(kind, shape) as cold:
                 if cold:
                     iterations = np.full(B, -1, np.int32) if kind is PassKind.DENOISE else None
@@ -129,7 +135,7 @@ class Session:
             self._iterations[entered] = 0
             self._starts = np.where(active, starts, self._starts)
             self._engine.begin_block()
-        mask = np.broadcast_to(active[:, None], tokens.shape)
+        mask = self._real(active, tokens.shape[1])
         compared = active & ~commit
         hidden = self._run(kind, tokens, starts, mask, self._confidence, np.where(compared, self._iterations, -1))
         self._iterations += compared
@@ -138,6 +144,10 @@ class Session:
         if not compared.any():
             return None
         return Prediction(*unpack_sample(self._sample(hidden, pass_index)))
+
+    def _real(self, active: Bool[np.ndarray, " B"], width: int) -> Bool[np.ndarray, "B T"]:
+        """Positions of a pass that hold a token: they route and are seen."""
+        return np.broadcast_to(active[:, None], (len(active), width))
 
     def _sample(self, hidden: jax.Array, pass_index: int) -> jax.Array:
         seed = np.int32(self._decoding.seed)
