@@ -19,6 +19,8 @@ from oled_jax.config import DTYPES, DecodingConfig
 from oled_jax.decoding_options import resolve_decoding
 from oled_jax.errors import UsageError
 from oled_jax.load import CPU_OFF, CacheOptions, OpenedModel
+from oled_jax.models.llada2 import LLADA2, LLADA21
+from oled_jax.models.registry import FAMILIES, decoding_modes
 from oled_jax.offload.carriers.registry import AUTO as CARRIER_AUTO
 from oled_jax.offload.carriers.registry import MOVERS
 from oled_jax.offload.cpu_experts.registry import AUTO, BACKENDS
@@ -147,6 +149,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="directory (Hugging Face or converted) or hub id (org/name); without it, the small model in the package",
     )
     group.add_argument("--dtype", choices=DTYPES, help="dtype of all weights (default: the checkpoint's)")
+    group.add_argument(
+        "--family",
+        choices=[family.name for family in FAMILIES],
+        help="decode as this family does, where config.json does not say: llada21 for a LLaDA2.1 checkpoint whose "
+        "model_type is llada2_moe (default: by model_type)",
+    )
 
 
 def add_cache_flags(parser: argparse.ArgumentParser) -> None:
@@ -218,6 +226,9 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
         help="tokens to generate at most")  # fmt: skip
     add("--block-length", type=whole_number(1), metavar="N", help="positions denoised together")
     add("--steps", type=whole_number(1), metavar="N", help="schedule: passes per block at most (LLaDA2.0)")
+    add("--mode", choices=decoding_modes(),
+        help="thresholds by name (LLaDA2.1): quality: 0.7, editing 0.5; speed: 0.5, editing 0.0; "
+        "--threshold and --editing-threshold go before")  # fmt: skip
     add("--threshold", type=number(0.0, 1.0), metavar="P", help="confidence above which a mask is filled")
     add("--editing-threshold", type=optional_number(0.0, 1.0), metavar="P|none",
         help="confidence above which a token is revised (LLaDA2.1)")  # fmt: skip
@@ -260,4 +271,9 @@ def decoding_options(options: argparse.Namespace, model: OpenedModel) -> Decodin
     )
     for sentence in ids.notes:
         note(f"note: {sentence}")
+    if "2.1" in model.label and model.family.name == LLADA2.name:
+        note(
+            f"note: {model.label} says {model.config.model_type}, so it is decoded as LLaDA2.0: "
+            f"--family {LLADA21.name} decodes it with editing, as LLaDA2.1"
+        )
     return resolve_decoding(vars(options), family=model.family, generation_config=model.generation_config, ids=ids)

@@ -1,6 +1,6 @@
-"""How a run decodes: flag, else generation_config.json, else the family's model card, else the default.
+"""How a run decodes: flag, else mode, else generation_config.json, else the family's model card, else the default.
 
-A flag that could have no effect is refused.
+A mode is a set of values that the model card names. A flag that could have no effect is refused.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from typing import Any
 
 from oled_jax.config import DecodingConfig
 from oled_jax.errors import UsageError
-from oled_jax.models.registry import Family
+from oled_jax.models.registry import Family, siblings
 from oled_jax.text import TokenIds
 
 FIELDS = tuple(f.name for f in dataclasses.fields(DecodingConfig) if f.name not in ("mask_id", "eos_id", "editing"))
@@ -35,14 +35,15 @@ def resolve_decoding(
     """The effective decoding settings.
 
     Args:
-      flags: what the user gave, by field of `DecodingConfig`; other names are ignored.
+      flags: what the user gave, by field of `DecodingConfig`, and `mode`; other names are ignored.
       generation_config: the checkpoint's, with Hugging Face's names or the fields' own.
 
     Raises:
       UsageError: a flag without effect, or an impossible value.
     """
     given = {name: flags[name] for name in FIELDS if name in flags}
-    values = {**family.decoding, **_from_checkpoint(generation_config), **given, **dataclasses.asdict(ids)}
+    preset = _preset(flags.get("mode"), given, family)
+    values = {**family.decoding, **_from_checkpoint(generation_config), **preset, **given, **dataclasses.asdict(ids)}
     del values["notes"]
     decoding = DecodingConfig(**values)
     _refuse_idle(given, decoding, family)
@@ -77,8 +78,32 @@ def _refuse_idle(given: Mapping[str, Any], decoding: DecodingConfig, family: Fam
         elif decoding.editing:
             why = f"models of family {family.name} have no schedule: leave it out, or use --max-post-steps"
         else:
-            why = f"models of family {family.name} do not edit tokens: leave it out"
-        raise UsageError(f"--{name.replace('_', '-')} has no effect, {why}")
+            why = f"models of family {family.name} do not edit tokens: leave it out{_other_family(family)}"
+        raise UsageError(f"{_flag(name)} has no effect, {why}")
+
+
+def _preset(mode: str | None, given: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """The fields that a mode sets. Raises UsageError if the family has no such mode, or flags leave nothing of it."""
+    if mode is None:
+        return {}
+    if mode not in family.modes:
+        why = f"models of family {family.name} have no modes: leave it out{_other_family(family)}"
+        raise UsageError(f"--mode {mode} has no effect, {why}")
+    preset = family.modes[mode]
+    if set(preset) <= set(given):
+        flags = " and ".join(_flag(name) for name in preset)
+        raise UsageError(f"--mode {mode} has no effect, {flags} are given: leave it out, or one of them")
+    return preset
+
+
+def _other_family(family: Family) -> str:
+    """What to do if the checkpoint is of a sibling that edits and does not say so."""
+    editing = [other.name for other in siblings(family) if other.decoding.get("editing") and other != family]
+    return f" (or give --family {editing[0]}, if that is what the checkpoint is)" if editing else ""
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _from_checkpoint(generation_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _generate(argv: Sequence[str] | None) -> None:
     check_prompt_flags(options)
     check_json_target(options.stats_json)
     _check_trace_flags(options)
-    model = open_model(options.model, options.dtype)
+    model = open_model(options.model, options.dtype, options.family)
     if model.shipped:
         note(shipped.NOTICE)
     prompt = _prompt(options, model)
@@ -193,6 +193,7 @@ def _settings(
     return {
         **effective_settings(decoding),
         **describe_prompt(options, model.codec),
+        "mode": getattr(options, "mode", None),
         "family": model.family.name,
         "dtype": model.config.dtype,
         "policy": cache.policy,

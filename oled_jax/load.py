@@ -22,7 +22,7 @@ from oled_jax.engine import Engine, WeightSource, load_offloaded, load_resident
 from oled_jax.errors import UsageError
 from oled_jax.machine import device_free_bytes, host_free_bytes, is_unified, prepare_runtime
 from oled_jax.memory import MemoryPlan, page_bytes, plan_memory
-from oled_jax.models.registry import Family, family_named
+from oled_jax.models.registry import Family, family_named, siblings
 from oled_jax.offload.carriers.registry import AUTO as CARRIER_AUTO
 from oled_jax.offload.carriers.registry import choose
 from oled_jax.offload.cpu_experts.registry import AUTO
@@ -56,17 +56,20 @@ class OpenedModel:
         return family_named(self.config.family)
 
 
-def open_model(model: str | None, dtype: str | None = None) -> OpenedModel:
+def open_model(model: str | None, dtype: str | None = None, family: str | None = None) -> OpenedModel:
     """Finds and checks a model, and prepares JAX for its size. Must come before JAX starts its backend.
 
     Args:
       model: a directory or hub id; None: the trained model inside the package.
       dtype: of the weights; None: the checkpoint's.
+      family: name of the family to take it for, where `config.json` does not say; None: the one it says.
 
     Raises:
-      UsageError: there is no such model, or everything that is wrong with it.
+      UsageError: there is no such model, everything that is wrong with it, or the family is of another network.
     """
     opened = _open_shipped(dtype) if model is None else _open_checkpoint(resolve_model(model), model, dtype)
+    if family is not None:
+        opened = _as_family(opened, family)
     config = opened.config
     prepare_runtime(config.num_moe_layers * config.num_experts * page_bytes(config))
     return opened
@@ -87,6 +90,17 @@ def _open_checkpoint(directory: Path, label: str, dtype: str | None) -> OpenedMo
         codec=TextCodec.open(directory),
         weights=checkpoint,
     )
+
+
+def _as_family(model: OpenedModel, name: str) -> OpenedModel:
+    """The same checkpoint as one of another family: published LLaDA2.1 files may say the model type of 2.0."""
+    possible = [family.name for family in siblings(model.family)]
+    if name not in possible:
+        raise UsageError(
+            f"--family {name}: model {model.label} says that it is {model.config.model_type}, which is another "
+            f"network; it can be read as {' or '.join(possible)}"
+        )
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, family=name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

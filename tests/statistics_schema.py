@@ -85,6 +85,7 @@ SETTINGS = _object(
     eos_early_stop=FLAG,
     chat_template=FLAG,
     system=_or_null(TEXT),
+    mode=_or_null(TEXT),
     family=TEXT,
     dtype={"enum": ["float32", "bfloat16", "float16"]},
     policy=TEXT,

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 
@@ -45,16 +44,6 @@ def acceptance(golden):
         "--model", str(golden / "llada2-tiny"), "--prompt-ids", "5,6,7,8,9", "--gen-length", "40",
         "--block-length", "8", "--threshold", "0.5", "--mask-id", "511", "--dtype", "float32",
     ]  # fmt: skip
-
-
-@pytest.fixture
-def editing_model(golden, tmp_path):
-    """The tiny checkpoint as one of the 2.1 family."""
-    folder = tmp_path / "editing"
-    shutil.copytree(golden / "llada2-tiny", folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "llada21_moe"}))
-    return folder
 
 
 def test_paged_and_resident_print_the_same_ids(run, acceptance, tmp_path):
@@ -115,14 +104,19 @@ def test_sampling_depends_on_the_seed_only(run, tiny_model):
     assert run(*sampled, "--seed", "2")[1] != first
 
 
-def test_the_21_family_edits(run, editing_model, tmp_path):
-    argv = ["--model", editing_model, "--prompt-ids", "5,6", "--mask-id", "511", "--dtype", "float32", *SHORT]
+def test_the_21_family_edits(run, acceptance, tmp_path):
+    argv = [*acceptance, *SHORT, "--family", "llada21"]
     assert "no schedule" in run(*argv, "--steps", "4")[2]
     assert "nothing is edited" in run(*argv, "--editing-threshold", "none", "--max-post-steps", "2")[2]
-    code, _, _ = run(*argv, "--editing-threshold", "0.2", "--max-post-steps", "3", "--stats-json", tmp_path / "a")
-    settings = json.loads((tmp_path / "a").read_text())["settings"]
+    code, _, _ = run(*argv, "--mode", "speed", "--max-post-steps", "3", "--stats-json", tmp_path / "a")
+    statistics = json.loads((tmp_path / "a").read_text())
+    settings = statistics["settings"]
     assert code == 0
-    assert (settings["editing_threshold"], settings["max_post_steps"], settings["steps"]) == (0.2, 3, None)
+    assert (settings["family"], settings["mode"], settings["threshold"]) == ("llada21", "speed", 0.3)
+    assert (settings["editing_threshold"], settings["max_post_steps"], settings["steps"]) == (0.0, 3, None)
+    passes = statistics["requests"][0]["passes"]
+    assert passes["edit"] > 0
+    assert statistics["cache"]["passes"] == passes["denoise"] + passes["edit"]
 
 
 def test_list_of_policies(run):
@@ -151,6 +145,9 @@ def test_list_of_policies(run):
         (["--seed", "1"], "--seed has no effect"),
         (["--editing-threshold", "0.5"], "do not edit"),
         (["--max_post_steps", "3"], "do not edit"),
+        (["--mode", "speed"], "have no modes"),
+        (["--mode", "hasty"], "choose from"),
+        (["--family", "llada3"], "choose from"),
         (["--steps", "0"], "at least 1"),
         (["--gen-length", "ten"], "not a whole number"),
         (["--threshold", "1.5"], "at most 1"),

@@ -139,7 +139,7 @@ def command(argv: Sequence[str]) -> None:
     cache = cache_options(options)
     check_json_target(options.json)
     items = _items(options)
-    model = open_model(options.model, options.dtype)
+    model = open_model(options.model, options.dtype, options.family)
     if not model.codec.has_chat_template:
         raise UsageError(f"model {model.label} has no chat template: the questions need one")
     decoding = decoding_options(options, model)

@@ -46,6 +46,7 @@ class Family:
       moe_layers: model layer numbers of the layers with routed experts, in order.
       default_mask_id, default_eos_id: where neither configuration nor tokenizer names them.
       decoding: what the model card recommends, as fields of `DecodingConfig`.
+      modes: named sets of such fields that the model card offers to choose from.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Family:
     default_mask_id: int
     default_eos_id: int
     decoding: Mapping[str, object]
+    modes: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=8)

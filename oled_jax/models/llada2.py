@@ -231,4 +231,8 @@ LLADA21 = dataclasses.replace(
     decoding={
         "block_length": 32, "threshold": 0.7, "temperature": 0.0, "editing": True, "editing_threshold": 0.5,
     },
+    modes={
+        "quality": {"threshold": 0.7, "editing_threshold": 0.5},
+        "speed": {"threshold": 0.5, "editing_threshold": 0.0},
+    },
 )  # fmt: skip
