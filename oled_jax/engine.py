@@ -29,6 +29,7 @@ from oled_jax.offload.manager import CacheManager
 from oled_jax.offload.pool import Pool, empty_pool
 from oled_jax.offload.residency import DEFAULT_SPARE
 from oled_jax.offload.schedule import Move
+from oled_jax.offload.shares import CacheShares
 from oled_jax.offload.statistics import CacheStatistics
 from oled_jax.offload.store import PageStore, aligned_empty, allocate_store
 from oled_jax.passes import PassKind
@@ -97,22 +98,31 @@ class Engine:
         self._running = threading.Lock()
         self._warm: set[Hashable] = set()
         self._recording: Recording | None = None
+        self._shares: CacheShares | None = None
 
     @property
     def pool(self) -> Pool:
         """The device pages. Every pass donates them: do not keep a reference over one."""
         return self._pool
 
-    def generate(self, prompts: Sequence[Sequence[int]], decoding: DecodingConfig) -> list[Result]:
-        """Decodes a batch of prompts (token ids). Raises as `stream` does."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], decoding: DecodingConfig, *, batch: int | None = None
+    ) -> list[Result]:
+        """Decodes prompts (token ids), all at once or `batch` of them. Raises as `stream` does."""
         results: dict[int, Result] = {}
-        for event in self.stream(prompts, decoding):
+        for event in self.stream(prompts, decoding, batch=batch):
             if isinstance(event, FinishEvent):
                 results[event.row] = event.result
         return [results[row] for row in range(len(prompts))]
 
-    def stream(self, prompts: Sequence[Sequence[int]], decoding: DecodingConfig) -> Iterator[Event]:
-        """Decodes a batch of prompts and yields what happens as it happens.
+    def stream(
+        self, prompts: Sequence[Sequence[int]], decoding: DecodingConfig, *, batch: int | None = None
+    ) -> Iterator[Event]:
+        """Decodes prompts and yields what happens as it happens.
+
+        Args:
+          batch: rows that are decoded together. A row that ends leaves its place to the next prompt, and when none
+            waits it is idle: the shape stays, so nothing is compiled anew. None: all prompts at once.
 
         Raises:
           UsageError: a token id lies outside the vocabulary; or a trace of another block length is being recorded.
@@ -120,13 +130,24 @@ class Engine:
           Exception: whatever a policy raised, as itself.
         """
         self._check_ids(prompts, decoding)
+        if not prompts:
+            return
         with self._alone():
+            places = min(batch or len(prompts), len(prompts))
             if self._recording is not None:
-                self._recording.begin_run(len(prompts), decoding.block_length)
-            for prompt in prompts:
-                self.begin_request(np.asarray(prompt, np.int32))
-            session = Session(self, prompts, decoding)
-            yield from BlockDiffusion(session, decoding).run(prompts)
+                self._recording.begin_run(places, decoding.block_length)
+            session = Session(self, prompts, decoding, places)
+            self._set_shares(session.shares)
+            try:
+                for event in BlockDiffusion(session, decoding).run(prompts, places):
+                    yield session.with_share(event) if isinstance(event, FinishEvent) else event
+            finally:
+                self._set_shares(None)
+
+    def _set_shares(self, shares: CacheShares | None) -> None:
+        self._shares = shares
+        if self.manager is not None:
+            self.manager.shares = shares
 
     @contextmanager
     def record(
@@ -259,10 +280,10 @@ class Engine:
         if self._recording is not None:
             self._recording.recorder.idle = idle
 
-    def begin_request(self, prompt: Int32[np.ndarray, " P"]) -> None:
-        """A request starts."""
+    def begin_request(self, prompt: Int32[np.ndarray, " P"], place: int = 0) -> None:
+        """A request starts, in this place of the batch; others may be running."""
         if self._recording is not None:
-            self._recording.recorder.begin_request(prompt)
+            self._recording.recorder.begin_request(prompt, place)
         if self.manager is not None:
             self._stage(self.manager.begin_request(prompt))
 
@@ -289,9 +310,13 @@ class Engine:
         """Every page is resident: each activated expert is a hit."""
         E = self.config.num_experts
         for layer, ids in enumerate(routes):
-            used = np.asarray(ids)[info.token_mask]
+            chosen = np.asarray(ids)
+            used = chosen[info.token_mask]
             activated = int(np.count_nonzero(np.bincount(used.ravel(), minlength=E)))
             self.statistics.add(info.kind, layer, activated=activated, hits=activated, capacity=E)
+            if self._shares is not None:
+                resident, nothing = np.ones(E, bool), np.zeros(0, np.int64)
+                self._shares.add(chosen, info.token_mask, resident, nothing)
 
     @property
     def handle(self) -> np.int32:

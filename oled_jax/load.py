@@ -214,11 +214,13 @@ class RunShape:
     block_length: int
 
     @classmethod
-    def of(cls, prompt_lengths: Sequence[int], decoding: DecodingConfig) -> "RunShape":
+    def of(cls, prompt_lengths: Sequence[int], decoding: DecodingConfig, batch: int | None = None) -> "RunShape":
+        """batch: rows, as for `Engine.stream`; None: all prompts at once."""
+        batch = min(batch or len(prompt_lengths), len(prompt_lengths))
         return cls(
-            batch=len(prompt_lengths),
-            kv_positions=kv_capacity(prompt_lengths, decoding),
-            chunk=prefill_chunk(max(prompt_lengths, default=0), decoding.block_length),
+            batch=batch,
+            kv_positions=kv_capacity(prompt_lengths, decoding, batch),
+            chunk=prefill_chunk(max(prompt_lengths, default=0), decoding.block_length, batch),
             block_length=decoding.block_length,
         )
 

@@ -144,15 +144,20 @@ def load_messages(path: Path) -> list[dict[str, Any]]:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UsageError(f"messages file {path} is not valid JSON ({where}: {error.msg})") from error
+    check_messages(messages, f"messages file {path}")
+    return messages
+
+
+def check_messages(messages: object, where: str) -> None:
+    """Raises UsageError unless it is a list of messages with role and content. where: begins the message."""
     if not isinstance(messages, list) or not messages:
-        raise UsageError(f"messages file {path} must hold a list of messages with role and content, at least one")
+        raise UsageError(f"{where} must hold a list of messages with role and content, at least one")
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise UsageError(f"messages file {path}: message {i} is not an object with role and content")
+            raise UsageError(f"{where}: message {i} is not an object with role and content")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise UsageError(f"messages file {path}: message {i} needs {key}, a string")
-    return messages
+                raise UsageError(f"{where}: message {i} needs {key}, a string")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

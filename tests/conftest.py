@@ -65,7 +65,7 @@ def roomy_kv_cache() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         capacity = session.kv_capacity
-        patch.setattr(session, "kv_capacity", lambda lengths, decoding: max(192, capacity(lengths, decoding)))
+        patch.setattr(session, "kv_capacity", lambda *run: max(192, capacity(*run)))
         yield
 
 

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from statistics_schema import SCHEMA
 
-from oled_jax import generate, load
+from oled_jax import generate, load, startup
 from oled_jax.demo import shipped
 from oled_jax.machine import CACHE_VARIABLE, MEMORY_FRACTION_VARIABLE, prepare_runtime
 from oled_jax.offload.store import PINNED_LIMIT_VARIABLE
@@ -171,7 +171,7 @@ def test_list_of_policies(run):
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_2(run, acceptance, monkeypatch, flags, words):
-    monkeypatch.setattr(generate, "load_engine", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(startup, "load_engine", lambda *_: pytest.fail("weights were loaded"))
     code, out, err = run(*acceptance, *flags)
     complaint = err.splitlines()[-1]
     assert (code, out) == (2, "")
@@ -205,7 +205,7 @@ def test_interruptions_have_exit_codes_and_no_traceback(run, monkeypatch, error,
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(generate, "load_engine", fail)
+    monkeypatch.setattr(startup, "load_engine", fail)
     got, out, err = run("--prompt", "x")
     assert (got, out) == (code, "")
     assert words in err
@@ -216,7 +216,7 @@ def test_a_defect_is_not_hidden(run, monkeypatch):
     def fail(*_):
         raise RuntimeError("broken invariant")
 
-    monkeypatch.setattr(generate, "load_engine", fail)
+    monkeypatch.setattr(startup, "load_engine", fail)
     with pytest.raises(RuntimeError, match="broken invariant"):
         run("--prompt", "x")
 
