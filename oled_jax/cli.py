@@ -16,15 +16,13 @@ from typing import Any, NoReturn
 import jax
 
 from oled_jax.config import DTYPES, DecodingConfig
-from oled_jax.decoding_options import resolve_decoding
+from oled_jax.decoding_options import decoding_for
 from oled_jax.errors import UsageError
-from oled_jax.load import CPU_OFF, CacheOptions, OpenedModel
-from oled_jax.models.llada2 import LLADA2, LLADA21
+from oled_jax.loading import CPU_OFF, CacheOptions, OpenedModel
 from oled_jax.models.registry import FAMILIES, decoding_modes
 from oled_jax.offload.carriers.registry import AUTO as CARRIER_AUTO
 from oled_jax.offload.carriers.registry import MOVERS
 from oled_jax.offload.cpu_experts.registry import AUTO, BACKENDS
-from oled_jax.text import resolve_token_ids
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA begins the message of a failed allocation
@@ -259,21 +257,7 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
 
 def decoding_options(options: argparse.Namespace, model: OpenedModel) -> DecodingConfig:
     """What the flags of `add_decoding_flags` and the checkpoint say together. Raises UsageError for idle flags."""
-    ids = resolve_token_ids(
-        mask_flag=options.mask_id,
-        eos_flag=options.eos_id,
-        config=model.config,
-        generation_config=model.generation_config,
-        codec=model.codec,
-        family=model.family,
-        vocab_size=model.config.vocab_size,
-        raw_config=model.raw_config,
-    )
-    for sentence in ids.notes:
+    decoding, notes = decoding_for(model, vars(options))
+    for sentence in notes:
         note(f"note: {sentence}")
-    if "2.1" in model.label and model.family.name == LLADA2.name:
-        note(
-            f"note: {model.label} says {model.config.model_type}, so it is decoded as LLaDA2.0: "
-            f"--family {LLADA21.name} decodes it with editing, as LLaDA2.1"
-        )
-    return resolve_decoding(vars(options), family=model.family, generation_config=model.generation_config, ids=ids)
+    return decoding

@@ -9,8 +9,10 @@ from typing import Any
 
 from oled_jax.config import DecodingConfig
 from oled_jax.errors import UsageError
+from oled_jax.loading import OpenedModel
+from oled_jax.models.llada2 import LLADA2, LLADA21
 from oled_jax.models.registry import Family, siblings
-from oled_jax.text import TokenIds
+from oled_jax.text import TokenIds, resolve_token_ids
 
 FIELDS = tuple(f.name for f in dataclasses.fields(DecodingConfig) if f.name not in ("mask_id", "eos_id", "editing"))
 EDITING_ONLY = ("editing_threshold", "max_post_steps", "num_to_transfer")
@@ -27,6 +29,35 @@ WHOLE = (
     "top_k",
     "seed",
 )
+
+
+def decoding_for(model: OpenedModel, flags: Mapping[str, Any]) -> tuple[DecodingConfig, tuple[str, ...]]:
+    """The effective settings of a model, and what a user should hear of how they came about, a sentence each.
+
+    Args:
+      flags: as for `resolve_decoding`; and `mask_id` and `eos_id`, if not the checkpoint's.
+
+    Raises:
+      UsageError: as there, or if no source knows an id.
+    """
+    ids = resolve_token_ids(
+        mask_flag=flags.get("mask_id"),
+        eos_flag=flags.get("eos_id"),
+        config=model.config,
+        generation_config=model.generation_config,
+        codec=model.codec,
+        family=model.family,
+        vocab_size=model.config.vocab_size,
+        raw_config=model.raw_config,
+    )
+    notes = list(ids.notes)
+    if "2.1" in model.label and model.family.name == LLADA2.name:
+        notes.append(
+            f"{model.label} says {model.config.model_type}, so it is decoded as LLaDA2.0: --family {LLADA21.name} "
+            "decodes it with editing, as LLaDA2.1"
+        )
+    decoding = resolve_decoding(flags, family=model.family, generation_config=model.generation_config, ids=ids)
+    return decoding, tuple(notes)
 
 
 def resolve_decoding(

@@ -28,7 +28,7 @@ from oled_jax.decoding_options import effective_settings
 from oled_jax.demo import shipped
 from oled_jax.engine import Engine
 from oled_jax.errors import UsageError
-from oled_jax.load import CacheOptions, OpenedModel, RunShape, open_model, plan_run
+from oled_jax.loading import CacheOptions, OpenedModel, RunShape, open_model, plan_run
 from oled_jax.machine import use_compilation_cache
 from oled_jax.memory import MemoryPlan, format_bytes
 from oled_jax.policies.registry import describe_policies, parse_policy

@@ -54,6 +54,11 @@ def kv_capacity(prompt_lengths: Sequence[int], decoding: DecodingConfig, batch: 
     needed = max(canvas, math.ceil(longest // L * L / chunk) * chunk, L)
     if 1 < batch < requests:
         needed += chunk
+    return round_positions(needed)
+
+
+def round_positions(needed: int) -> int:
+    """At least as many positions, of few different values, so that runs of like lengths share programs."""
     step = max(64, 1 << max(0, needed.bit_length() - 3))
     return math.ceil(needed / step) * step
 

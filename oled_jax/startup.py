@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from oled_jax.cli import note
 from oled_jax.engine import Engine
-from oled_jax.load import CacheOptions, OpenedModel, load_engine
+from oled_jax.loading import CacheOptions, OpenedModel, load_engine
 from oled_jax.memory import MemoryPlan
 from oled_jax.policies.base import Policy
 

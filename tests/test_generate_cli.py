@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from statistics_schema import SCHEMA
 
-from oled_jax import generate, load, startup
+from oled_jax import generate, loading, startup
 from oled_jax.demo import shipped
 from oled_jax.machine import CACHE_VARIABLE, MEMORY_FRACTION_VARIABLE, prepare_runtime
 from oled_jax.offload.store import PINNED_LIMIT_VARIABLE
@@ -66,7 +66,7 @@ def test_paged_and_resident_print_the_same_ids(run, acceptance, tmp_path):
 
 
 def test_without_a_model_text_comes_out_of_the_shipped_one(run, tiny_model, monkeypatch, tmp_path):
-    monkeypatch.setattr(load, "demo_model_dir", lambda: tiny_model)
+    monkeypatch.setattr(loading, "demo_model_dir", lambda: tiny_model)
     monkeypatch.setattr(shipped, "PROMPT", "Go on")  # less than a block: no program for prefill
     code, out, err = run("--prompt", "Hé", *SHORT, "--stats_json", tmp_path / "a.json")
     assert code == 0
@@ -235,7 +235,7 @@ def test_pinned_memory_limit_follows_the_models_size(monkeypatch):
 OPENING = """
 import os, sys
 from jax._src import xla_bridge
-from oled_jax.load import open_model
+from oled_jax.loading import open_model
 open_model(sys.argv[1])
 assert not xla_bridge.backends_are_initialized(), "the backend started before its settings were made"
 """

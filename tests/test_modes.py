@@ -6,7 +6,7 @@ from engines import build_plain, context, open_tiny
 from oled_jax.config import DecodingConfig
 from oled_jax.decoding_options import resolve_decoding
 from oled_jax.errors import UsageError
-from oled_jax.load import open_model
+from oled_jax.loading import open_model
 from oled_jax.models.llada2 import LLADA2, LLADA21
 from oled_jax.passes import PassKind
 from oled_jax.policies.registry import make_policy

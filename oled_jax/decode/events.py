@@ -75,7 +75,7 @@ class Result:
     canvas: Int32[np.ndarray, " S"]
     finish: Literal["eos", "length"]
     passes: dict[PassKind, int]
-    waited_s: float
+    waited_s: float = 0.0
     ttft_prefill_s: float
     ttft_block_s: float | None
     decode_s: float

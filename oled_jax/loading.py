@@ -29,7 +29,7 @@ from oled_jax.offload.cpu_experts.registry import AUTO
 from oled_jax.offload.residency import DEFAULT_SPARE
 from oled_jax.policies.base import Policy, PolicyContext
 from oled_jax.policies.registry import POLICIES, make_policy, parse_policy
-from oled_jax.session import kv_capacity, prefill_chunk
+from oled_jax.session import kv_capacity, prefill_chunk, round_positions
 from oled_jax.text import TextCodec
 
 CPU_OFF = "off"
@@ -222,6 +222,20 @@ class RunShape:
             kv_positions=kv_capacity(prompt_lengths, decoding, batch),
             chunk=prefill_chunk(max(prompt_lengths, default=0), decoding.block_length, batch),
             block_length=decoding.block_length,
+        )
+
+    @classmethod
+    def reserved(cls, positions: int, block_length: int, batch: int) -> "RunShape":
+        """For runs yet unknown, of at most so many tokens of prompt and answer together.
+
+        Room is kept for a chunk of a prompt beyond them, see `session.kv_capacity`.
+        """
+        chunk = prefill_chunk(positions, block_length, batch)
+        return cls(
+            batch=batch,
+            kv_positions=round_positions(positions + block_length + chunk),
+            chunk=chunk,
+            block_length=block_length,
         )
 
 
