@@ -34,6 +34,7 @@ from oled_jax.offload.statistics import CacheStatistics
 from oled_jax.offload.store import PageStore, aligned_empty, allocate_store
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, PassInfo, Policy
+from oled_jax.prefix import KeptPrefix
 from oled_jax.program import PassInputs, PassSpec, fill_pool, forward_pass
 from oled_jax.recording import Recording, open_recording
 from oled_jax.session import Session
@@ -116,13 +117,19 @@ class Engine:
         return [results[row] for row in range(len(prompts))]
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], decoding: DecodingConfig, *, batch: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        decoding: DecodingConfig,
+        *,
+        batch: int | None = None,
+        kept: KeptPrefix | None = None,
     ) -> Iterator[Event]:
         """Decodes prompts and yields what happens as it happens.
 
         Args:
           batch: rows that are decoded together. A row that ends leaves its place to the next prompt, and when none
             waits it is idle: the shape stays, so nothing is compiled anew. None: all prompts at once.
+          kept: keys and values of an earlier run, and where this one's are left; for a single prompt.
 
         Raises:
           UsageError: a token id lies outside the vocabulary; or a trace of another block length is being recorded.
@@ -132,17 +139,20 @@ class Engine:
         self._check_ids(prompts, decoding)
         if not prompts:
             return
+        if kept is not None and (len(prompts) > 1 or kept.block_length != decoding.block_length):
+            raise ValueError("a kept prefix is for one prompt, and of one block length")
         with self._alone():
             places = min(batch or len(prompts), len(prompts))
             if self._recording is not None:
                 self._recording.begin_run(places, decoding.block_length)
-            session = Session(self, prompts, decoding, places)
+            session = Session(self, prompts, decoding, places, kept)
             self._set_shares(session.shares)
             try:
                 for event in BlockDiffusion(session, decoding).run(prompts, places):
                     yield session.with_share(event) if isinstance(event, FinishEvent) else event
             finally:
                 self._set_shares(None)
+                session.close()
 
     def _set_shares(self, shares: CacheShares | None) -> None:
         self._shares = shares

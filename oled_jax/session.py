@@ -20,6 +20,7 @@ from oled_jax.models.kv_cache import init_kv_cache
 from oled_jax.offload.shares import CacheShares
 from oled_jax.passes import PassKind, PassOutcome
 from oled_jax.policies.base import IterationOutcome, PassInfo
+from oled_jax.prefix import KeptPrefix
 from oled_jax.program import PassInputs, Sampling, sample
 
 if TYPE_CHECKING:
@@ -71,10 +72,16 @@ class Session:
       prompts: token ids of every request.
       decoding: how the run decodes.
       places: rows of the batch; requests may be more.
+      kept: the KV cache of the run before, if there is one prompt.
     """
 
     def __init__(
-        self, engine: "Engine", prompts: Sequence[Sequence[int]], decoding: DecodingConfig, places: int
+        self,
+        engine: "Engine",
+        prompts: Sequence[Sequence[int]],
+        decoding: DecodingConfig,
+        places: int,
+        kept: KeptPrefix | None = None,
     ) -> None:
         lengths = [len(prompt) for prompt in prompts]
         self._engine = engine
@@ -87,10 +94,18 @@ class Session:
             top_p=decoding.top_p,
             editing=decoding.editing,
         )
-        cache = init_kv_cache(engine.config, places, kv_capacity(lengths, decoding, places))
-        # Committed, as what a pass returns is: else the second pass would compile anew.
-        self._cache = jax.device_put(cache, jax.local_devices()[0])
-        self._chunk = prefill_chunk(max(lengths, default=0), decoding.block_length, places)
+        self._kept = kept
+        self._first = 0  # where the first prompt pass begins
+        cache = None
+        if kept is None:
+            positions = kv_capacity(lengths, decoding, places)
+            self._chunk = prefill_chunk(max(lengths, default=0), decoding.block_length, places)
+        else:
+            cache, positions, self._chunk = kept.take(), kept.positions, kept.chunk
+        if cache is None:
+            # Committed, as what a pass returns is: else the second pass would compile anew.
+            cache = jax.device_put(init_kv_cache(engine.config, places, positions), jax.local_devices()[0])
+        self._cache = cache
         self._numbers = request_numbers(prompts)
         self.shares = CacheShares(places, engine.config.num_experts)
         # Of the request in each place:
@@ -107,7 +122,8 @@ class Session:
         B, L = self._confidence.shape
         chunk = (self._chunk,) if prefills else ()
         for kind, width in zip((PassKind.DENOISE, PassKind.PREFILL), (L, *chunk), strict=False):
-            tokens, starts = np.zeros((B, width), np.int32), np.zeros(B, np.int32)
+            # Written where no text stands: the cache may hold that of an earlier run.
+            tokens, starts = np.zeros((B, width), np.int32), np.full(B, self._cache.capacity - width, np.int32)
             nothing = np.zeros((B, width), bool)
             shape = (width, L, self._cache.capacity, B, self._sampling)
             with self._engine.warm_up(kind, shape) as cold:
@@ -123,6 +139,9 @@ class Session:
         self._request[place] = request
         self._sequence_length[place] = prompt.size + self._decoding.gen_length
         self._passes[place], self._starts[place] = 0, -1
+        if self._kept is not None:
+            L = self._decoding.block_length
+            self._first = self._kept.begin(prompt[: prompt.size // L * L])
         self._engine.begin_request(prompt, place)
 
     def with_share(self, event: FinishEvent) -> FinishEvent:
@@ -134,7 +153,7 @@ class Session:
         """Whole prompt blocks into the KV cache, in equal chunks."""
         B, P = tokens.shape
         chunk = self._chunk
-        for start in range(0, P, chunk):
+        for start in range(self._first, P, chunk):
             part = np.full((B, chunk), self._decoding.mask_id, np.int32)
             width = min(chunk, P - start)
             part[:, :width] = tokens[:, start : start + width]
@@ -153,6 +172,8 @@ class Session:
                     confidence=ones.ravel(),
                 )
             )
+        if self._kept is not None:
+            self._kept.prefilled(tokens[0])
 
     def forward(
         self,
@@ -170,6 +191,8 @@ class Session:
             self._iterations[entered] = 0
             self._starts[active] = starts[active]
             self._engine.begin_block()
+        if self._kept is not None:
+            self._kept.saw(int(starts[0]), tokens[0])
         mask = np.broadcast_to(active[:, None], tokens.shape)
         compared = active & ~commit
         self.shares.begin_pass(compared)
@@ -181,6 +204,11 @@ class Session:
             return None
         predicted = self._sample(hidden, passes)
         return Prediction(*(np.asarray(array) for array in jax.device_get(predicted)))
+
+    def close(self) -> None:
+        """The run is over, or given up."""
+        if self._kept is not None:
+            self._kept.give_back(self._cache)
 
     def _sample(self, hidden: jax.Array, passes: Int32[np.ndarray, " B"]) -> tuple[jax.Array, jax.Array]:
         config, trunk, seed = self._engine.config, self._engine.trunk, np.int32(self._decoding.seed)
