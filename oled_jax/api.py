@@ -58,10 +58,13 @@ class Model:
       opened: configuration, tokenizer and checkpoint.
       engine: what runs the passes.
       plan: of memory, for `shape`: what was asked of `load`.
+      positions: tokens of a prompt and its answer at most.
     """
 
-    def __init__(self, opened: OpenedModel, engine: Engine, policy: str, plan: MemoryPlan, shape: RunShape) -> None:
-        self.opened, self.engine, self.plan, self.shape = opened, engine, plan, shape
+    def __init__(
+        self, opened: OpenedModel, engine: Engine, policy: str, plan: MemoryPlan, shape: RunShape, positions: int
+    ) -> None:
+        self.opened, self.engine, self.plan, self.shape, self.positions = opened, engine, plan, shape, positions
         self._policy = policy
         self._tokens = 0
 
@@ -84,7 +87,7 @@ class Model:
         framing = {name: settings.pop(name) for name in ("system", "chat_template") if name in settings}
         ids = [self.encode(each, **framing) for each in prompts]
         decoding = self.decoding(**settings)
-        self._require_planned(ids, decoding)
+        self.require_planned(ids, decoding)
         results = self.engine.generate(ids, decoding, batch=self.shape.batch)
         answers = [self._answer(result) for result in results]
         return answers if several else answers[0]
@@ -97,7 +100,7 @@ class Model:
         framing = {name: settings.pop(name) for name in ("system", "chat_template") if name in settings}
         ids = [self.encode(prompt, **framing)]
         decoding = self.decoding(**settings)
-        self._require_planned(ids, decoding)
+        self.require_planned(ids, decoding)
         return self._parts(ids, decoding)
 
     def _parts(self, ids: list[list[int]], decoding: DecodingConfig) -> Iterator[Part]:
@@ -156,15 +159,14 @@ class Model:
         text = codec.decode(result.output_ids) if codec.available else None
         return Answer(text=text, ids=result.output_ids, finish=result.finish, result=result)
 
-    def _require_planned(self, ids: Sequence[Sequence[int]], decoding: DecodingConfig) -> None:
-        """Memory was planned for one shape; a larger one might not fit."""
+    def require_planned(self, ids: Sequence[Sequence[int]], decoding: DecodingConfig) -> None:
+        """Raises UsageError for runs that are larger than what memory was planned for, and so might not fit."""
+        longest = max(len(each) for each in ids)
         needed = RunShape.of([len(each) for each in ids], decoding, self.shape.batch)
-        if needed.kv_positions > self.shape.kv_positions:
-            longest = max(len(each) for each in ids)
+        if longest + decoding.gen_length > self.positions or needed.kv_positions > self.shape.kv_positions:
             raise UsageError(
-                f"a prompt of {longest} tokens and {decoding.gen_length} of answer need {needed.kv_positions} "
-                f"positions, memory was planned for {self.shape.kv_positions}: lower gen_length, or raise positions "
-                "in load"
+                f"a prompt of {longest} tokens and an answer of up to {decoding.gen_length} are more than the "
+                f"{self.positions} positions that memory was planned for: shorten one, or load the model for more"
             )
 
 
@@ -206,7 +208,7 @@ def load(
     shape = RunShape.reserved(longest, decoding.block_length, batch)
     plan = plan_run(opened, cache, shape, jax.local_devices()[0])
     engine, _ = load_engine(opened, cache, plan)
-    return Model(opened, engine, policy, plan, shape)
+    return Model(opened, engine, policy, plan, shape, longest)
 
 
 def _as_prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:

@@ -154,6 +154,11 @@ class Engine:
                 self._set_shares(None)
                 session.close()
 
+    def prepare(self, prompt_length: int, decoding: DecodingConfig, *, kept: KeptPrefix | None = None) -> None:
+        """Compiles the programs of runs of one such prompt, ahead of them; runs nothing."""
+        with self._alone():
+            Session(self, [[decoding.mask_id] * prompt_length], decoding, 1, kept).close()
+
     def _set_shares(self, shares: CacheShares | None) -> None:
         self._shares = shares
         if self.manager is not None:

@@ -1,6 +1,7 @@
 """`python -m oled_jax.generate`: prompts in, their continuations out. Wiring only."""
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,7 @@ from oled_jax.report import (
     write_json,
 )
 from oled_jax.startup import announce_plan, load_announced, note_length
+from oled_jax.terminal.choice import add_display_flags, check_display_flags, make_display
 from oled_jax.traces.files import check_trace_target
 
 NAME = "oled_jax.generate"
@@ -60,6 +62,7 @@ def build_parser() -> CommandParser:
     add_prompt_flags(parser)
     add_decoding_flags(parser)
     add_cache_flags(parser)
+    add_display_flags(parser)
     parser.add_argument(
         "--stats-json",
         metavar="FILE|-",
@@ -89,6 +92,7 @@ def _generate(argv: Sequence[str] | None) -> None:
     cache = cache_options(options)
     check_prompt_flags(options)
     check_json_target(options.stats_json)
+    check_display_flags(options)
     _check_trace_flags(options)
     model = open_model(options.model, options.dtype, options.family)
     if model.shipped:
@@ -123,16 +127,19 @@ def _decode(
     decoding: DecodingConfig,
     batch: int,
 ) -> list[Result]:
-    """Runs all prompts; answers to a file's are written as they come."""
+    """Runs all prompts. Answers to a file's are written as they come."""
     lines = AnswerLines(prompts, model.codec)
     results: dict[int, Result] = {}
-    for event in engine.stream([prompt.ids for prompt in prompts], decoding, batch=batch):
-        if not isinstance(event, FinishEvent):
-            continue
-        results[event.row] = event.result
-        if options.prompt_file is not None and options.stats_json != STDOUT:
-            for line in lines.add(event.row, event.result):
-                print(line, flush=True)
+    display = make_display(options, engine, model.codec, mask_id=decoding.mask_id, prompt_length=len(prompts[0].ids))
+    with contextlib.closing(display):
+        for event in engine.stream([prompt.ids for prompt in prompts], decoding, batch=batch):
+            display.show(event)
+            if not isinstance(event, FinishEvent):
+                continue
+            results[event.row] = event.result
+            if options.prompt_file is not None and options.stats_json != STDOUT:
+                for line in lines.add(event.row, event.result):
+                    print(line, flush=True)
     return [results[row] for row in range(len(prompts))]
 
 
@@ -220,7 +227,7 @@ def _report(
     requests: Sequence[Request],
 ) -> None:
     statistics = statistics_object(engine, model=model.label, policy=cache.policy, settings=settings, requests=requests)
-    if options.prompt_file is None and options.stats_json != STDOUT:
+    if options.prompt_file is None and options.stats_json != STDOUT and not options.stream:
         (request,) = requests
         as_text = request.text is not None and options.prompt_ids is None
         print(request.text if as_text else ",".join(map(str, request.result.output_ids)), flush=True)

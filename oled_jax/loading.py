@@ -225,12 +225,17 @@ class RunShape:
         )
 
     @classmethod
-    def reserved(cls, positions: int, block_length: int, batch: int) -> "RunShape":
+    def reserved(
+        cls, positions: int, block_length: int, batch: int = 1, longest_chunk: int | None = None
+    ) -> "RunShape":
         """For runs yet unknown, of at most so many tokens of prompt and answer together.
 
         Room is kept for a chunk of a prompt beyond them, see `session.kv_capacity`.
+
+        Args:
+          longest_chunk: positions of a prompt pass at most; None: as for any run.
         """
-        chunk = prefill_chunk(positions, block_length, batch)
+        chunk = prefill_chunk(min(positions, longest_chunk or positions), block_length, batch)
         return cls(
             batch=batch,
             kv_positions=round_positions(positions + block_length + chunk),

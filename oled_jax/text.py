@@ -56,6 +56,11 @@ class TextCodec:
         return self.available and bool(self._tokenizer.chat_template)  # type: ignore[union-attr]
 
     @property
+    def chat_template(self) -> str:
+        """Empty where there is none."""
+        return str(self._tokenizer.chat_template) if self.has_chat_template else ""  # type: ignore[union-attr]
+
+    @property
     def mask_id(self) -> int | None:
         if self._tokenizer is None:
             return None
@@ -82,7 +87,11 @@ class TextCodec:
         if system is not None:
             reason = "it is switched off" if self.has_chat_template else f"{self._source} has none"
             raise UsageError(f"--system needs a chat template, and {reason}: put the instruction into the prompt")
-        return [int(token) for token in self._required()(text)["input_ids"]]
+        return self.encode_text(text)
+
+    def encode_text(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Ids of text as it is; special_tokens: with those that the tokenizer puts around every text."""
+        return [int(token) for token in self._required()(text, add_special_tokens=special_tokens)["input_ids"]]
 
     def encode_messages(self, messages: Messages) -> list[int]:
         """Ids of a conversation in the chat template, ready for the next answer.
@@ -90,6 +99,14 @@ class TextCodec:
         Raises:
           UsageError: no tokenizer, no chat template, or the template refuses the conversation.
         """
+        ids = self._apply_template(messages, tokenize=True, return_dict=False)
+        return [int(token) for token in ids]
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        """A conversation in the chat template, as text. Raises as `encode_messages` does."""
+        return self._apply_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    def _apply_template(self, messages: Messages, **options: Any) -> Any:
         tokenizer = self._required()
         if not self.has_chat_template:
             raise UsageError(f"--messages needs a chat template, and {self._source} has none: use --prompt")
@@ -97,10 +114,9 @@ class TextCodec:
 
         turns = [dict(message) for message in messages]
         try:
-            ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+            return tokenizer.apply_chat_template(turns, **{"add_generation_prompt": True, **options})
         except TemplateError as error:
             raise UsageError(f"the chat template of {self._source} refuses these messages: {error}") from error
-        return [int(token) for token in ids]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`, exactly as the tokens spell it (no spaces cleaned up)."""

@@ -74,11 +74,11 @@ def test_settings_are_those_of_the_checkpoint_and_the_call(model):
         ("x", {"tresh": 1}, "no setting 'tresh'"),
         ("x", {"top_k": 3}, "--top-k has no effect"),
         ("x", {"mode": "speed"}, "have no modes"),
-        ("x", {"gen_length": 400}, "positions, memory was planned for"),
+        ("x", {"gen_length": 400}, "positions that memory was planned for"),
         ([], {}, "empty"),
         (["x", 3], {}, "mixture"),
         ([{"role": "user", "content": "x"}], {}, "chat template"),
-        ([600], {}, "outside the vocabulary"),
+        ([600], SHORT, "outside the vocabulary"),
         ([1], {"system": "x"}, "for prompts that are text"),
     ],
 )

@@ -166,4 +166,5 @@ def test_flags_that_do_not_go_together(run, tmp_path):
     assert "cannot be read" in run("--prompt-file", "none.txt")[2]
     assert "--batch-size has no effect" in run("--prompt", "x", "--batch-size", "2")[2]
     assert "one prompt only" in run("--prompt", "x", "--prompt-file", "p.txt")[2]
+    assert "--visualize has no effect" in run("--visualize", "--prompt-file", "p.txt")[2]
     assert "at least 1" in run("--prompt-file", "p.txt", "--batch-size", "0")[2]

@@ -88,6 +88,16 @@ def test_without_a_model_text_comes_out_of_the_shipped_one(run, tiny_model, monk
     assert request["prompt_tokens"] == len(shipped.PROMPT)
 
 
+def test_a_stream_and_a_picture_change_no_text(run, tiny_model):
+    flags = ["--model", tiny_model, "--prompt", "Hé", *SHORT, "--expert-cache", "6"]
+    code, out, _ = run(*flags)
+    assert code == 0
+    assert run(*flags, "--stream")[:2] == (0, out)
+    code, again, err = run(*flags, "--visualize")
+    assert (code, again) == (0, out)
+    assert "block 0, denoise 1: H" in err
+
+
 def test_gigabytes_may_give_layers_different_capacities(run, tiny_model, tmp_path):
     flags = ["--model", tiny_model, "--expert-cache-gb", GIGABYTES, "--stats-json", tmp_path / "a.json"]
     code, _, _ = run("--prompt", "x", *SHORT, *flags)
@@ -166,6 +176,8 @@ def test_list_of_policies(run):
         (["--stats-json", "/none/such/file"], "no directory"),
         (["--model", "no/such/dir/anywhere"], "neither a directory nor a hub id"),
         (["--gen-length", "100000000"], "needs"),
+        (["--stream", "--visualize"], "give one"),
+        (["--stream", "--stats-json", "-"], "--stream has no effect with --stats-json -"),
         (["--frobnicate"], "--frobnicate"),
         (["--gen"], "--gen"),
     ],
