@@ -1,8 +1,6 @@
 """`python -m oled_jax.chat`: turns, commands, Ctrl-C, and what a turn keeps of the one before."""
 
 import io
-import json
-import shutil
 import signal
 import sys
 
@@ -15,19 +13,8 @@ from oled_jax.errors import UsageError
 from oled_jax.machine import CACHE_VARIABLE, MEMORY_FRACTION_VARIABLE
 from oled_jax.terminal.stream import BlockStream
 
-TEMPLATE = "{% for m in messages %}({{ m['role'] }}){{ m['content'] }}{% endfor %}:"
 SETTINGS = {"gen_length": 20, "block_length": 8, "threshold": 0.3}
 FLAGS = ["--gen-length", "20", "--block-length", "8", "--threshold", "0.3", "--expert-cache", "6"]
-
-
-@pytest.fixture(scope="module")
-def talking_model(tiny_model, tmp_path_factory):
-    """The tiny model with a chat template."""
-    directory = tmp_path_factory.mktemp("talking") / "model"
-    shutil.copytree(tiny_model, directory)
-    described = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps({**described, "chat_template": TEMPLATE}))
-    return directory
 
 
 @pytest.fixture(scope="module")
