@@ -6,8 +6,9 @@
 // A `Simd` describes a level's float32 registers: Vec, kLanes, zero(), multiply_add(a, b, sum),
 // loads of stored weights, sum_lanes(four vectors, out); the tiles whose sums fit them, kMaxRows
 // rows by kFewTokens tokens, and for more tokens than that kManyRows by kManyTokens; and kAhead,
-// the bytes by which weights are prefetched, or 0. A `Product` says how weights meet inputs, a step
+// the bytes by which its weights are prefetched, or 0. A `Product` says how weights meet inputs, a step
 // of kStep values at a time, which is loaded in kParts parts:
+//   kAhead                           bytes by which weights are prefetched, or 0
 //   kBytes, kInputBytes              bytes of a stored weight and of a packed input value
 //   weights<part>(p), input<part>(p) load a part of the step at p
 //   add(sum, w, x)                   adds a part's products to the lanes of `sum`
@@ -37,6 +38,7 @@ struct Widened {
   using Vec = typename Simd::Vec;
   static constexpr int kParts = 2;
   static constexpr int kStep = kParts * Simd::kLanes;
+  static constexpr int64_t kAhead = Simd::kAhead;
   static constexpr int kBytes = static_cast<int>(weight_bytes(kFormat));
   static constexpr int kInputBytes = sizeof(float);
 
@@ -116,10 +118,10 @@ __attribute__((noinline)) void dots(const std::byte* const (&rows)[kRows],
   int64_t done = 0;
   constexpr int64_t kTurn = 2 * Product::kStep;  // so the compiler keeps operands in registers
   for (; done + kTurn <= size; done += kTurn) {
-    if constexpr (Simd::kAhead > 0) {
+    if constexpr (Product::kAhead > 0) {
       for (int r = 0; r < kRows; ++r) {
         for (int64_t line = 0; line < kTurn * Product::kBytes; line += 64) {
-          __builtin_prefetch(rows[r] + done * Product::kBytes + line + Simd::kAhead);
+          __builtin_prefetch(rows[r] + done * Product::kBytes + line + Product::kAhead);
         }
       }
     }

@@ -310,12 +310,19 @@ struct Slots {
   const NumpyView<int32_t>& free;
   int64_t num_free;
 
-  void evict(int64_t expert) {
-    if (row[expert] < 0 || num_free >= free.size()) {
-      throw std::runtime_error("a page that is not resident cannot leave");
-    }
-    free[num_free++] = row[expert];
+  // What a round frees waits for one round more, so that the next one's pages can move meanwhile.
+  std::vector<int32_t> waiting = {};
+
+  void drop(int64_t expert) {
+    if (row[expert] < 0) throw std::runtime_error("a page that is not resident cannot leave");
+    waiting.push_back(row[expert]);
     row[expert] = -1;
+  }
+
+  void release() {
+    require(num_free + static_cast<int64_t>(waiting.size()) <= free.size(), "a slot was freed twice");
+    for (int32_t slot : waiting) free[num_free++] = slot;
+    waiting.clear();
   }
 };
 
@@ -336,9 +343,14 @@ nb::tuple move_pages(int64_t layer, int64_t num_free, const Numbers& hits, const
   for (int64_t e = 0; e < E; ++e) {
     if (pool.row[e] >= 0 && !keep[e]) leaving.push_back(e);
   }
+  const bool several = G > pool.num_free;
   int64_t done = 0, rounds = 0;
   do {
-    const int64_t end = std::min(G, done + pool.num_free);
+    if (pool.num_free == 0) pool.release();
+    // A round leaves half of the free slots to the next one.
+    const int64_t half = (pool.num_free + static_cast<int64_t>(pool.waiting.size()) + 1) / 2;
+    const int64_t most = several ? std::min(pool.num_free, half) : pool.num_free;
+    const int64_t end = std::min(G, done + most);
     if (end == done && done < G) throw std::runtime_error("no slot is free");
     pool.num_free -= end - done;
     for (int64_t i = done; i < end; ++i) {
@@ -346,15 +358,17 @@ nb::tuple move_pages(int64_t layer, int64_t num_free, const Numbers& hits, const
       if (pool.row[e] >= 0) throw std::runtime_error("a resident page cannot enter again");
       pool.row[e] = slots[H + i] = free[pool.num_free + i - done];
     }
+    pool.release();
     if (rounds == 0) {
-      for (int64_t e : leaving) pool.evict(e);
+      for (int64_t e : leaving) pool.drop(e);
     }
     for (int64_t i = done; i < end; ++i) {
-      if (!keep[to_gpu[i]]) pool.evict(to_gpu[i]);
+      if (!keep[to_gpu[i]]) pool.drop(to_gpu[i]);
     }
     ends[rounds++] = static_cast<int32_t>(end);
     done = end;
   } while (done < G);
+  pool.release();
   return nb::make_tuple(rounds, pool.num_free);
 }
 

@@ -184,7 +184,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         "--cpu-threads",
         type=whole_number(1),
         metavar="N",
-        help="worker threads of the CPU experts (default: physical cores minus two, at most half of the CPUs)",
+        help="worker threads of the CPU experts (default: physical cores minus two)",
     )
     add_carrier_flag(group)
 

@@ -5,7 +5,7 @@ Nothing else knows all parts. One engine runs one generation at a time; what bel
 
 import os
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -13,8 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from oled_jax.config import DecodingConfig, ModelConfig
 from oled_jax.decode.block_diffusion import BlockDiffusion
@@ -35,7 +34,7 @@ from oled_jax.offload.store import PageStore, aligned_empty, allocate_store
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, PassInfo, Policy
 from oled_jax.prefix import KeptPrefix
-from oled_jax.program import PassInputs, PassSpec, fill_pool, forward_pass
+from oled_jax.program import PassInputs, PassSpec, Trunk, fill_pool, forward_pass, trunk_arrays, trunk_head
 from oled_jax.recording import Recording, open_recording
 from oled_jax.session import Session
 from oled_jax.traces.files import TraceWriter
@@ -63,7 +62,7 @@ class Engine:
 
     Args:
       config: the model; its dtype is that of all weights but the router's bias.
-      trunk: the NNX state of the trunk, on the device.
+      trunk: the trunk's arrays, on the device (`load_trunk`).
       store: pages in host memory; None if the pool holds every page.
       pool: device pages, owned by the engine from now on.
       manager: plans; None if the pool holds every page.
@@ -76,7 +75,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        trunk: nnx.State[Any, Any],
+        trunk: Trunk,
         *,
         pool: Pool,
         store: PageStore | None = None,
@@ -85,6 +84,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.trunk = trunk
+        self.head = trunk_head(config, trunk)
         self.store = store
         self.manager = manager
         # Before the pool: an engine's parts end in this order, and pages on their way must land in memory that is ours.
@@ -265,8 +265,8 @@ class Engine:
             if self.manager.failure is not None and self.mover is not None:
                 self.mover.reset()
             self.manager.raise_failure()
-        else:
-            self._count_routes(info, outputs.routes)
+        elif outputs.routes is not None:
+            self._count_routes(info, np.asarray(outputs.routes))
         if recording is not None:
             recording.end_pass(outputs)
         return cache, outputs.hidden
@@ -321,17 +321,16 @@ class Engine:
         if moves and self.mover is not None:
             self._pool = self.mover.stage(self._pool, moves)
 
-    def _count_routes(self, info: PassInfo, routes: Iterable[jax.Array]) -> None:
+    def _count_routes(self, info: PassInfo, routes: Int[np.ndarray, "L N K"]) -> None:
         """Every page is resident: each activated expert is a hit."""
         E = self.config.num_experts
         for layer, ids in enumerate(routes):
-            chosen = np.asarray(ids)
-            used = chosen[info.token_mask]
+            used = ids[info.token_mask]
             activated = int(np.count_nonzero(np.bincount(used.ravel(), minlength=E)))
             self.statistics.add(info.kind, layer, activated=activated, hits=activated, capacity=E)
             if self._shares is not None:
                 resident, nothing = np.ones(E, bool), np.zeros(0, np.int64)
-                self._shares.add(chosen, info.token_mask, resident, nothing)
+                self._shares.add(ids, info.token_mask, resident, nothing)
 
     @property
     def handle(self) -> np.int32:
@@ -430,7 +429,7 @@ def load_offloaded(
     return Engine(config, trunk, pool=pool, store=store, manager=manager, carrier=carrier)
 
 
-def load_trunk(config: ModelConfig, source: WeightSource) -> nnx.State[Any, Any]:
-    """The trunk's state, on the device."""
+def load_trunk(config: ModelConfig, source: WeightSource) -> Trunk:
+    """The trunk's arrays, on the device."""
     _, state = assemble(config, source.read_trunk(jnp.dtype(config.dtype)))
-    return jax.device_put(state, jax.local_devices()[0])
+    return trunk_arrays(jax.device_put(state, jax.local_devices()[0]))

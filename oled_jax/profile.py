@@ -50,7 +50,7 @@ def build_parser() -> CommandParser:
         "--cpu-threads",
         type=whole_number(1),
         metavar="N",
-        help="its worker threads (default: physical cores minus two, at most half of the CPUs)",
+        help="its worker threads (default: physical cores minus two)",
     )
     add_carrier_flag(parser)
     parser.add_argument("--json", metavar="FILE|-", help="write the profile; with - standard output holds nothing else")

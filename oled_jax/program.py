@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from oled_jax.config import ModelConfig
 from oled_jax.decode.sampling import predict, row_keys
 from oled_jax.models.kv_cache import KVCache
+from oled_jax.models.layers import head_logits
 from oled_jax.models.llada2 import block_mask
 from oled_jax.models.moe import Experts
 from oled_jax.models.registry import family_named
@@ -26,6 +28,10 @@ from oled_jax.offload.observed import Comparison, History, ObservedCarry, Observ
 from oled_jax.offload.plan import PlanLayout
 from oled_jax.offload.pool import Pool
 from oled_jax.ops.grouping import ItemShape
+
+# The leaves of the trunk's NNX state. A program's call flattens its arguments: that takes 0.9 ms for a state and 0.1 ms
+# for a tuple of its 221 arrays (LLaDA2.0-mini's trunk, one x86-64 core).
+Trunk = tuple[Array, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,22 +87,22 @@ class PassInputs(NamedTuple):
 class PassOutputs(NamedTuple):
     """What a pass leaves besides pool and cache.
 
-    routes: expert ids per MoE layer; empty unless every page is resident (else the manager has seen them).
-    gates: the same for gates; empty unless `PassSpec.gates`. history, cosine: of `observed.compare`; empty if layer
-    inputs are not compared.
+    routes: expert ids; None unless every page is resident (else the manager has seen them). gates: theirs; None
+    unless `PassSpec.gates`. history, cosine: of `observed.compare`; empty and None if layer inputs are not compared.
+    What the host reads is one array for all layers: each array that it reads takes a quarter of a millisecond.
     """
 
     hidden: Array
-    routes: tuple[Int[Array, "N K"], ...]
-    gates: tuple[Float32[Array, "N K"], ...]
+    routes: Int[Array, "L N K"] | None
+    gates: Float32[Array, "L N K"] | None
     history: History
-    cosine: tuple[Float32[Array, " G"], ...]
+    cosine: Float32[Array, "L G"] | None
 
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames=("pool", "cache", "history"))
 def forward_pass(
     spec: PassSpec,
-    trunk: nnx.State[Any, Any],
+    trunk: Trunk,
     store: Sequence[Pool],
     pool: Pool,
     cache: KVCache,
@@ -106,7 +112,7 @@ def forward_pass(
     """One pass through the trunk. Pool, cache and history are donated and updated in place.
 
     Args:
-      trunk: the model's NNX state.
+      trunk: of `trunk_arrays`.
       store: pages of each MoE layer in host memory; empty if every page is resident.
       history: earlier layer inputs, if `inputs.iterations` says how to compare them.
 
@@ -114,7 +120,7 @@ def forward_pass(
       pool, cache, and the rest, with the hidden states [B, T, D] after the final norm.
     """
     config = spec.config
-    model = nnx.merge(graph_definition(config), trunk)
+    model = merge_trunk(config, trunk)
     B, T = inputs.tokens.shape
     positions = inputs.starts[:, None] + jnp.arange(T, dtype=jnp.int32)
     mask = block_mask(positions, cache.capacity, spec.block_length)
@@ -137,40 +143,54 @@ def forward_pass(
     )
     outputs = PassOutputs(
         hidden=hidden,
-        routes=carry.experts.routes,
-        gates=carry.gates if spec.gates else (),
+        routes=_by_layer(carry.experts.routes),
+        gates=_by_layer(carry.gates) if spec.gates else None,
         history=carry.history,
-        cosine=carry.cosine,
+        cosine=_by_layer(carry.cosine),
     )
     return carry.experts.pool, cache, outputs
 
 
-@functools.partial(jax.jit, static_argnames=("config", "sampling"))
+def _by_layer(arrays: Sequence[Array]) -> Array | None:
+    return jnp.stack(arrays) if arrays else None
+
+
+# The autotuner would allocate the head once more while it compiles, 0.65 GB of LLaDA2.0-mini's, beside a pool that may
+# fill the device. What it finds saves less than 0.1 of a pass's 10 ms (docs/performance-notes.md).
+SMALL_COMPILATION = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
+
+@functools.partial(jax.jit, static_argnames="sampling", compiler_options=SMALL_COMPILATION)
 def sample(
-    config: ModelConfig,
     sampling: Sampling,
-    trunk: nnx.State[Any, Any],
-    hidden: Array,
+    head: Float[Array, "V D"],
+    hidden: Float[Array, "B T D"],
     seed: Int32[Array, ""],
     requests: Int32[Array, " B"],
     pass_index: Int32[Array, "*B"],
-) -> tuple[Int32[Array, "B T"], Float32[Array, "B T"]]:
+) -> Int32[Array, "2 B T"]:
     """The head, and one token with its confidence per position.
 
-    A program of its own: prefill and commit passes go without, and `forward_pass` is not compiled twice for it.
+    A program of its own: prefill and commit passes go without, and `forward_pass` is not compiled for every sampling.
 
     Args:
+      head: of `trunk_head`.
+      hidden: what `forward_pass` returned.
       seed, requests, pass_index: of the random keys (`decode.sampling.row_keys`).
+
+    Returns:
+      tokens and the bits of their float32 confidence: one array, since each one that is brought to the host takes a
+      quarter of a millisecond.
     """
-    logits = head_logits(config, trunk, hidden)
     keys = row_keys(seed, requests, pass_index) if sampling.temperature > 0 else None
-    return predict(logits, keys, **dataclasses.asdict(sampling))
+    tokens, confidence = predict(head_logits(hidden, head), keys, **dataclasses.asdict(sampling))
+    return jnp.stack([tokens, jax.lax.bitcast_convert_type(confidence, jnp.int32)])
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def head_logits(config: ModelConfig, trunk: nnx.State[Any, Any], hidden: Array) -> Float32[Array, "B T V"]:
-    """Logits of hidden states that `forward_pass` returned."""
-    return nnx.merge(graph_definition(config), trunk).logits(hidden)
+def unpack_sample(packed: jax.Array) -> tuple[Int32[np.ndarray, "B T"], Float32[np.ndarray, "B T"]]:
+    """Tokens and confidence of what `sample` returned, on the host."""
+    tokens, confidence = np.asarray(packed)
+    return tokens, confidence.view(np.float32)
 
 
 @functools.partial(jax.jit, donate_argnames="pool")
@@ -184,7 +204,24 @@ def fill_pool(
     )
 
 
+def trunk_arrays(state: nnx.State[Any, Any]) -> Trunk:
+    """The leaves of a trunk's state, as the programs take them."""
+    return tuple(jax.tree.leaves(state))
+
+
+def trunk_head(config: ModelConfig, trunk: Trunk) -> Float[Array, "V D"]:
+    """The weight of the head among the trunk's arrays."""
+    return merge_trunk(config, trunk).head_weight
+
+
+def merge_trunk(config: ModelConfig, trunk: Trunk) -> Any:
+    """The module again."""
+    definition, structure = _trunk_structure(config)
+    return nnx.merge(definition, jax.tree.unflatten(structure, trunk))
+
+
 @functools.lru_cache(maxsize=8)
-def graph_definition(config: ModelConfig) -> nnx.GraphDef:
-    """The trunk's static part. Cached: building it walks all modules."""
-    return nnx.graphdef(nnx.eval_shape(lambda: family_named(config.family).build(config)))
+def _trunk_structure(config: ModelConfig) -> tuple[nnx.GraphDef, Any]:
+    """The trunk's static parts. Cached: building them walks all modules."""
+    definition, state = nnx.split(nnx.eval_shape(lambda: family_named(config.family).build(config)))
+    return definition, jax.tree.structure(state)

@@ -58,11 +58,13 @@ class Recording:
 
     def end_pass(self, outputs: PassOutputs) -> None:
         """Takes what the program observed."""
-        for layer, (ids, gates) in enumerate(zip(outputs.routes, outputs.gates, strict=False)):
-            self.recorder.on_route(layer, np.asarray(ids), np.asarray(gates))
-        if outputs.history:
+        if outputs.routes is not None and outputs.gates is not None:
+            routes = zip(np.asarray(outputs.routes), np.asarray(outputs.gates), strict=True)
+            for layer, (ids, gates) in enumerate(routes):
+                self.recorder.on_route(layer, ids, gates)
+        if outputs.cosine is not None:
             self.history = outputs.history
-            self.recorder.add_cosine(np.stack(jax.device_get(outputs.cosine)))
+            self.recorder.add_cosine(np.asarray(outputs.cosine))
 
 
 @contextmanager

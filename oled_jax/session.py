@@ -21,7 +21,7 @@ from oled_jax.offload.shares import CacheShares
 from oled_jax.passes import PassKind, PassOutcome
 from oled_jax.policies.base import IterationOutcome, PassInfo
 from oled_jax.prefix import KeptPrefix
-from oled_jax.program import PassInputs, Sampling, sample
+from oled_jax.program import PassInputs, Sampling, sample, unpack_sample
 
 if TYPE_CHECKING:
     from oled_jax.engine import Engine
@@ -202,17 +202,16 @@ class Session:
         self._passes += active
         if not compared.any():
             return None
-        predicted = self._sample(hidden, passes)
-        return Prediction(*(np.asarray(array) for array in jax.device_get(predicted)))
+        return Prediction(*unpack_sample(self._sample(hidden, passes)))
 
     def close(self) -> None:
         """The run is over, or given up."""
         if self._kept is not None:
             self._kept.give_back(self._cache)
 
-    def _sample(self, hidden: jax.Array, passes: Int32[np.ndarray, " B"]) -> tuple[jax.Array, jax.Array]:
-        config, trunk, seed = self._engine.config, self._engine.trunk, np.int32(self._decoding.seed)
-        return sample(config, self._sampling, trunk, hidden, seed, self._numbers[self._request], passes)
+    def _sample(self, hidden: jax.Array, passes: Int32[np.ndarray, " B"]) -> jax.Array:
+        seed = np.int32(self._decoding.seed)
+        return sample(self._sampling, self._engine.head, hidden, seed, self._numbers[self._request], passes)
 
     def end_pass(self, outcome: PassOutcome) -> None:
         """Gives the cache manager what the decoder did."""

@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace, config) -> list[dict]:
             seconds = result.decode_s
             moved = after.bytes_h2d - before.bytes_h2d
             pool_bytes = sum(array.nbytes for array in engine.pool)
-            trunk_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(bed.trunk))
+            trunk_bytes = sum(array.nbytes for array in bed.trunk)
             kv = kv_bytes(config, 1, kv_capacity([len(prompt)], decoding))
             peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
             rows.append(

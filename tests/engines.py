@@ -13,14 +13,16 @@ from oled_jax.cost.profile import CostProfile
 from oled_jax.decode.events import Result
 from oled_jax.engine import Engine, load_offloaded, load_resident
 from oled_jax.models.kv_cache import KVCache
+from oled_jax.models.layers import head_logits
 from oled_jax.offload.carriers.registry import AUTO
 from oled_jax.offload.pool import empty_pool
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import PassInfo, Policy, PolicyContext
 from oled_jax.policies.registry import make_policy
-from oled_jax.program import PassInputs, head_logits
+from oled_jax.program import PassInputs
 
 GREEDY = DecodingConfig(mask_id=511, eos_id=508, gen_length=24, block_length=8, threshold=0.5)
+jitted_logits = jax.jit(head_logits)
 
 
 class CheckedEngine(Engine):
@@ -45,7 +47,7 @@ class RecordedEngine(CheckedEngine):
     ) -> tuple[KVCache, jax.Array]:
         cache, hidden = super().run_pass(info, inputs, cache, block_length)
         if info.token_mask.any():  # else it is a warm-up
-            logits = np.asarray(head_logits(self.config, self.trunk, hidden))
+            logits = np.asarray(jitted_logits(hidden, self.head))
             self.recorded.append((info.kind, logits.reshape(-1, logits.shape[-1])[info.token_mask]))
         return cache, hidden
 

@@ -15,7 +15,7 @@ from oled_jax.engine import Engine
 from oled_jax.models.kv_cache import KVCache, init_kv_cache
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import PassInfo
-from oled_jax.program import PassInputs, Sampling, sample
+from oled_jax.program import PassInputs, Sampling, sample, unpack_sample
 from oled_jax.traces.trace import Trace, TracePass
 
 KV_STEP = 64  # positions; capacities are few, so that traces share programs
@@ -71,7 +71,7 @@ class EngineReplay:
             cache, hidden = self._forward(each.info, inputs, cache)
             forwarded = time.perf_counter()
             if self.sampling is not None and each.info.kind in (PassKind.DENOISE, PassKind.EDIT):
-                jax.device_get(self._sample(hidden, number))
+                unpack_sample(self._sample(hidden, number))
             sampled = time.perf_counter()
             engine.end_iteration(each.outcome)
             ended = time.perf_counter()
@@ -85,12 +85,10 @@ class EngineReplay:
     def _forward(self, info: PassInfo, inputs: PassInputs, cache: KVCache) -> tuple[KVCache, jax.Array]:
         return self.engine.run_pass(info, inputs, cache, self.trace.header.block_length)
 
-    def _sample(self, hidden: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+    def _sample(self, hidden: jax.Array, number: int) -> jax.Array:
         assert self.sampling is not None
         requests = np.zeros(self.rows, np.int32)
-        return sample(
-            self.engine.config, self.sampling, self.engine.trunk, hidden, np.int32(0), requests, np.int32(number)
-        )
+        return sample(self.sampling, self.engine.head, hidden, np.int32(0), requests, np.int32(number))
 
     def _inputs(self, each: TracePass) -> PassInputs:
         shape, vocabulary = (self.rows, -1), self.engine.config.vocab_size

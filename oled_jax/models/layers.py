@@ -30,6 +30,11 @@ def linear(x: Float[Array, "*N I"], weight: Float[Array, "O I"]) -> Float[Array,
     return jnp.einsum("...i,oi->...o", x, weight, precision=matmul_precision(x.dtype))
 
 
+def head_logits(hidden: Float[Array, "*N D"], weight: Float[Array, "V D"]) -> Float[Array, "*N V"]:
+    """The head in the working dtype, then cast up to float32."""
+    return linear(hidden, weight).astype(jnp.float32)
+
+
 def rms_norm(x: Float[Array, "*N D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*N D"]:
     """x over its root mean square in float32, cast to x's dtype, only then times the weight (REFERENCE 4)."""
     wide = x.astype(jnp.float32)

@@ -16,7 +16,7 @@ from oled_jax.config import ModelConfig
 from oled_jax.models.family import Family, TrunkTensor, abstract_trunk
 from oled_jax.models.hf_config import ConfigReader
 from oled_jax.models.kv_cache import KVCache
-from oled_jax.models.layers import MLP, Attention, Embedding, LayerCache, Linear, RMSNorm, linear
+from oled_jax.models.layers import MLP, Attention, Embedding, LayerCache, Linear, RMSNorm, head_logits
 from oled_jax.models.moe import Experts, MoEBlock
 from oled_jax.models.rope import rotary_tables
 
@@ -116,10 +116,15 @@ class LLaDA2(nnx.Module):
             cache = KVCache(keys=tuple(k for k, _ in written), values=tuple(v for _, v in written))
         return self.norm(h), cache, carry
 
-    def logits(self, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
-        """Head in the working dtype, then cast up to float32. Position i predicts token i, unshifted."""
+    @property
+    def head_weight(self) -> Float[Array, "V D"]:
+        """Of `layers.head_logits`. Position i predicts token i, unshifted."""
         head = self.word_embeddings if self.lm_head is None else self.lm_head
-        return linear(hidden, head.weight[...]).astype(jnp.float32)
+        return head.weight[...]
+
+    def logits(self, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
+        """Logits of what `__call__` returned."""
+        return head_logits(hidden, self.head_weight)
 
 
 def build(config: ModelConfig) -> LLaDA2:

@@ -39,8 +39,8 @@ class PlanLayout:
 
     @property
     def max_rounds(self) -> int:
-        """Every round but the last moves at least `spare` pages."""
-        return -(-self.items.num_experts // self.spare)
+        """Every round but the last moves at least half of the spare slots' number of pages (`residency.move_pages`)."""
+        return -(-self.items.num_experts // max(1, self.spare // 2))
 
     @functools.cached_property
     def slices(self) -> dict[str, slice]:

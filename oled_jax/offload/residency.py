@@ -94,7 +94,8 @@ class Residency:
     ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, " R"]]:
         """Gives every page that enters a layer a slot, in rounds, and leaves exactly `keep` resident.
 
-        The first round's pages find free slots; later ones those of residents and of earlier pages that are not kept.
+        One round, if there are as many free slots. Else each round takes half of the free ones; slots of what is not
+        kept become free when the round after theirs has been planned.
 
         Returns:
           slots of `hits`, then of `entering`; where each round ends in `entering`, lent until the next call.
@@ -156,9 +157,16 @@ def move_pages(
     row, num_hits = slot[layer], hits.size
     slots[:num_hits] = row[hits]
     leaving = ((row >= 0) & ~keep).nonzero()[0]
+    # What a round frees waits for one round more, so that the next one's pages can move while it computes; and a round
+    # leaves half of the free slots to the next one.
+    waiting = np.empty(0, np.int32)
+    several = entering.size > num_free
     done = rounds = 0
     while rounds == 0 or done < entering.size:
-        end = min(entering.size, done + num_free)
+        if num_free == 0:
+            free[: waiting.size], num_free, waiting = waiting, waiting.size, waiting[:0]
+        half = (num_free + waiting.size + 1) // 2
+        end = min(entering.size, done + (min(num_free, half) if several else num_free))
         if end == done < entering.size:
             raise RuntimeError("no slot is free")
         moved = entering[done:end]
@@ -166,11 +174,14 @@ def move_pages(
             raise RuntimeError("a resident page cannot enter again")
         num_free -= moved.size
         slots[num_hits + done : num_hits + end] = row[moved] = free[num_free : num_free + moved.size]
-        passing = moved[~keep[moved]]
-        for experts in (leaving, passing) if rounds == 0 else (passing,):
-            free[num_free : num_free + experts.size] = row[experts]
-            row[experts] = NO_SLOT
-            num_free += experts.size
+        free[num_free : num_free + waiting.size] = waiting
+        num_free += waiting.size
+        dropped = moved[~keep[moved]]
+        if rounds == 0:
+            dropped = np.concatenate([leaving, dropped])
+        waiting = row[dropped]
+        row[dropped] = NO_SLOT
         ends[rounds] = done = end
         rounds += 1
-    return rounds, num_free
+    free[num_free : num_free + waiting.size] = waiting
+    return rounds, num_free + waiting.size

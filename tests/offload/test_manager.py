@@ -89,6 +89,25 @@ def test_every_pair_meets_its_own_page_in_every_round(policy, spare):
         manager.residency.check()
 
 
+def test_the_pages_of_a_round_need_no_slot_of_the_round_before():
+    """So a carrier can move them while that one computes."""
+    rng, rounds = np.random.default_rng(0), 0
+    manager = CacheManager(make_policy("lru", CONTEXT), spare=2, page_bytes=1)
+    for _ in range(20):
+        manager.begin_pass(info())
+        for layer in range(L):
+            plan = manager.layout(N).fields(manager.on_route(layer, packed(routes(rng))))
+            moves, items = [0, *plan["transfer_end"]], [0, *plan["item_end"]]
+            for index in range(1, int(plan["num_rounds"][0])):
+                moved = plan["transfer_slot"][moves[index] : moves[index + 1]]
+                computing = plan["item_slot"][items[index - 1] : items[index]]
+                assert moved.size > 0
+                assert not set(moved) & set(computing)
+                rounds += 1
+        manager.end_iteration(outcome())
+    assert rounds > 20
+
+
 def test_padding_is_no_load():
     manager = CacheManager(Scripted(), spare=4, page_bytes=1)
     manager.begin_pass(info(real=1))

@@ -193,7 +193,8 @@ def test_ten_thousand_layers_leak_nothing():
             plan = layout.fields(flat)
             plan["num_rounds"][:] = 2
             plan["cpu_pairs"][:] = 1
-            plan["transfer_end"][:] = plan["item_end"][:] = 4, 8
+            for ends in (plan["transfer_end"], plan["item_end"]):
+                ends[0], ends[1:] = 4, E
             plan["transfer_expert"][:] = np.arange(E)
             plan["transfer_slot"][:] = plan["item_slot"][:] = np.arange(E) % 4
             plan["pair_row"][:] = np.arange(N * K) % E * items.rows
@@ -225,7 +226,8 @@ def test_ten_thousand_layers_leak_nothing():
         if turn == 2000:
             before = resident_bytes()
     jax.block_until_ready(pool)
-    assert resident_bytes() - before < 2**20
+    # A plan of 8,000 turns is 12 MB; what other tests left to the allocator moves by up to 1 MB.
+    assert resident_bytes() - before < 3 * 2**20
     assert mover.statistics["routes"] == 10_000
 
 

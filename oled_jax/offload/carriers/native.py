@@ -69,16 +69,22 @@ class NativeCarrier:
     def carry_out(
         self, layer: int, plan: Plan, pool: Pool, out: Float[Array, "I R D"], compute: Compute
     ) -> tuple[Pool, Float[Array, "I R D"]]:
-        def one_round(index: Int[Array, ""], out: Float[Array, "I R D"]) -> Float[Array, "I R D"]:
-            first = jnp.where(index > 0, plan["item_end"][jnp.maximum(index - 1, 0)], plan["hit_end"][0])
+        hit_end, last = plan["hit_end"][0], jnp.maximum(plan["num_rounds"][0] - 1, 0)
+
+        def one_round(first: Int[Array, ""], index: Int[Array, ""], out: Float[Array, "I R D"]) -> Array:
             return compute(first, plan["item_end"][index], pool, _land(out, pool))
 
-        out = compute(jnp.zeros_like(plan["hit_end"][0]), plan["hit_end"][0], pool, out)
-        # The last round stands outside the loop: the host, which must know how often a loop turns, learns it while the
-        # device has nothing to do anyway, and then runs ahead of the device.
-        last = jnp.maximum(plan["num_rounds"][0] - 1, 0)
-        out = jax.lax.fori_loop(0, last, one_round, out)
-        return pool, one_round(last, out)
+        def early_round(index: Int[Array, ""], out: Float[Array, "I R D"]) -> Array:
+            # The first computes the hits, too: a later one may move pages into their slots.
+            return one_round(jnp.where(index > 0, plan["item_end"][index - 1], 0), index, out)
+
+        # The host must know how often a loop turns and waits for the device to say it: that takes least now, while the
+        # device has nothing to do. Then the host runs ahead of the device. Nearly always one round is all there is, and
+        # the loop does not turn: its pages move while the hits are computed.
+        out = jax.lax.fori_loop(0, last, early_round, out)
+        alone = last == 0
+        out = compute(jnp.where(alone, 0, hit_end), hit_end, pool, out)
+        return pool, one_round(jnp.where(alone, hit_end, plan["item_end"][last - 1]), last, out)
 
     def add_cpu_share(self, layer: int, plan: Plan, pool: Pool, total: Float32[Array, "N D"]) -> Float32[Array, "N D"]:
         if not self.uses_cpu:

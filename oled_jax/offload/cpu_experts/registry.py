@@ -43,13 +43,8 @@ def make_cpu_experts(name: str, pages: Sequence[LayerPages], *, threads: int | N
 
 
 def default_threads() -> int:
-    """Physical cores that this process may use, less two for the program and its callbacks; at least 1.
-
-    At most half of the logical CPUs: a virtual machine may hide that two of them share a core. On one that does,
-    8 threads of 16 CPUs took 289 us a page, 14 took 367 (docs/performance-notes.md).
-    """
-    cpus = os.sched_getaffinity(0)
-    return max(1, min(physical_cores(cpus) - 2, len(cpus) // 2))
+    """Physical cores that this process may use, less two for the program and its callbacks; at least 1."""
+    return max(1, physical_cores(os.sched_getaffinity(0)) - 2)
 
 
 def _fastest(pages: Sequence[LayerPages], threads: int) -> CpuExperts:
