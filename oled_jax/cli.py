@@ -17,13 +17,13 @@ import jax
 
 from oled_jax.config import DTYPES, DecodingConfig
 from oled_jax.decode.registry import RULES
-from oled_jax.decoding_options import resolve_decoding
+from oled_jax.decoding_options import decoding_for
 from oled_jax.errors import UsageError
-from oled_jax.load import CPU_OFF, CacheOptions, OpenedModel
+from oled_jax.loading import CPU_OFF, CacheOptions, OpenedModel
+from oled_jax.models.registry import FAMILIES, decoding_modes
 from oled_jax.offload.carriers.registry import AUTO as CARRIER_AUTO
 from oled_jax.offload.carriers.registry import MOVERS
 from oled_jax.offload.cpu_experts.registry import AUTO, BACKENDS
-from oled_jax.text import resolve_token_ids
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA begins the message of a failed allocation
@@ -148,6 +148,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="directory (Hugging Face or converted) or hub id (org/name); without it, the small model in the package",
     )
     group.add_argument("--dtype", choices=DTYPES, help="dtype of all weights (default: the checkpoint's)")
+    group.add_argument(
+        "--family",
+        choices=[family.name for family in FAMILIES],
+        help="decode as this family does, where config.json does not say: llada21 for a LLaDA2.1 checkpoint whose "
+        "model_type is llada2_moe (default: by model_type)",
+    )
 
 
 def add_cache_flags(parser: argparse.ArgumentParser) -> None:
@@ -221,6 +227,9 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     add("--rule", choices=tuple(RULES), help="which tokens a pass writes, of those that the model's family knows")
     add("--steps", type=whole_number(1), metavar="N",
         help="schedule: passes per block at most, per text (RND1); not LLaDA2.1")  # fmt: skip
+    add("--mode", choices=decoding_modes(),
+        help="thresholds by name (LLaDA2.1): quality: 0.7, editing 0.5; speed: 0.5, editing 0.0; "
+        "--threshold and --editing-threshold go before")  # fmt: skip
     add("--threshold", type=number(0.0, 1.0), metavar="P", help="confidence above which a mask is filled")
     add("--editing-threshold", type=optional_number(0.0, 1.0), metavar="P|none",
         help="confidence above which a token is revised (LLaDA2.1)")  # fmt: skip
@@ -256,25 +265,7 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
 
 def decoding_options(options: argparse.Namespace, model: OpenedModel) -> DecodingConfig:
     """What the flags of `add_decoding_flags` and the checkpoint say together. Raises UsageError for idle flags."""
-    ids = resolve_token_ids(
-        mask_flag=options.mask_id,
-        eos_flag=options.eos_id,
-        config=model.config,
-        generation_config=model.generation_config,
-        codec=model.codec,
-        family=model.family,
-        vocab_size=model.config.vocab_size,
-        raw_config=model.raw_config,
-    )
-    for sentence in ids.notes:
+    decoding, notes = decoding_for(model, vars(options))
+    for sentence in notes:
         note(f"note: {sentence}")
-    decoding = resolve_decoding(
-        vars(options),
-        family=model.family,
-        generation_config=model.generation_config,
-        raw_config=model.raw_config,
-        ids=ids,
-    )
-    if decoding.pad_id is not None and decoding.pad_id >= model.config.vocab_size:
-        raise UsageError(f"--pad-id {decoding.pad_id} lies outside the vocabulary of {model.config.vocab_size} tokens")
     return decoding

@@ -1,6 +1,6 @@
-"""How a run decodes: flag, else generation_config.json, else the family's model card, else the default.
+"""How a run decodes: flag, else mode, else generation_config.json, else the family's model card, else the default.
 
-A flag that could have no effect is refused.
+A mode is a set of values that the model card names. A flag that could have no effect is refused.
 """
 
 import dataclasses
@@ -10,8 +10,10 @@ from typing import Any
 from oled_jax.config import DecodingConfig
 from oled_jax.decode.registry import RULE_SETTINGS, RULES
 from oled_jax.errors import UsageError
-from oled_jax.models.registry import Family
-from oled_jax.text import TokenIds
+from oled_jax.loading import OpenedModel
+from oled_jax.models.llada2 import LLADA2, LLADA21
+from oled_jax.models.registry import Family, siblings
+from oled_jax.text import TokenIds, resolve_token_ids
 
 FIELDS = tuple(
     f.name for f in dataclasses.fields(DecodingConfig) if f.name not in ("mask_id", "eos_id", "editing", "whole_text")
@@ -34,6 +36,43 @@ WHOLE = (
 )
 
 
+def decoding_for(model: OpenedModel, flags: Mapping[str, Any]) -> tuple[DecodingConfig, tuple[str, ...]]:
+    """The effective settings of a model, and what a user should hear of how they came about, a sentence each.
+
+    Args:
+      flags: as for `resolve_decoding`; and `mask_id` and `eos_id`, if not the checkpoint's.
+
+    Raises:
+      UsageError: as there, or if no source knows an id.
+    """
+    ids = resolve_token_ids(
+        mask_flag=flags.get("mask_id"),
+        eos_flag=flags.get("eos_id"),
+        config=model.config,
+        generation_config=model.generation_config,
+        codec=model.codec,
+        family=model.family,
+        vocab_size=model.config.vocab_size,
+        raw_config=model.raw_config,
+    )
+    notes = list(ids.notes)
+    if "2.1" in model.label and model.family.name == LLADA2.name:
+        notes.append(
+            f"{model.label} says {model.config.model_type}, so it is decoded as LLaDA2.0: --family {LLADA21.name} "
+            "decodes it with editing, as LLaDA2.1"
+        )
+    decoding = resolve_decoding(
+        flags,
+        family=model.family,
+        generation_config=model.generation_config,
+        raw_config=model.raw_config,
+        ids=ids,
+    )
+    if decoding.pad_id is not None and decoding.pad_id >= model.config.vocab_size:
+        raise UsageError(f"--pad-id {decoding.pad_id} lies outside the vocabulary of {model.config.vocab_size} tokens")
+    return decoding, tuple(notes)
+
+
 def resolve_decoding(
     flags: Mapping[str, Any],
     *,
@@ -45,7 +84,7 @@ def resolve_decoding(
     """The effective decoding settings.
 
     Args:
-      flags: what the user gave, by field of `DecodingConfig`; other names are ignored.
+      flags: what the user gave, by field of `DecodingConfig`, and `mode`; other names are ignored.
       generation_config: the checkpoint's, with Hugging Face's names, the family's or the fields' own.
       raw_config: `config.json`; counts for the family's own keys (`Family.decoding_keys`).
 
@@ -54,9 +93,10 @@ def resolve_decoding(
     """
     given = {name: flags[name] for name in FIELDS if name in flags}
     _check_rule(given.get("rule"), family)
+    preset = _preset(flags.get("mode"), given, family)
     stored = {**_family_keys(raw_config or {}, family, "config.json"), **_from_checkpoint(generation_config)}
     stored |= _family_keys(generation_config, family, "generation_config.json")
-    values = {**family.decoding, **stored, **given, **dataclasses.asdict(ids)}
+    values = {**family.decoding, **stored, **preset, **given, **dataclasses.asdict(ids)}
     del values["notes"]
     decoding = DecodingConfig(**values)
     _refuse_idle(given, decoding, family)
@@ -94,8 +134,7 @@ def _check_rule(rule: str | None, family: Family) -> None:
 def _refuse_idle(given: Mapping[str, Any], decoding: DecodingConfig, family: Family) -> None:
     for name in idle_fields(decoding):
         if name in given:
-            why = _why_idle(name, decoding, family)
-            raise UsageError(f"--{name.replace('_', '-')} has no effect, {why}")
+            raise UsageError(f"{_flag(name)} has no effect, {_why_idle(name, decoding, family)}")
 
 
 def _why_idle(name: str, decoding: DecodingConfig, family: Family) -> str:
@@ -111,10 +150,34 @@ def _why_idle(name: str, decoding: DecodingConfig, family: Family) -> str:
     if decoding.editing and name in SCHEDULE_ONLY:
         return f"{models} have no schedule: leave it out, or use --max-post-steps"
     if name in EDITING_ONLY:
-        return f"{models} do not edit tokens: leave it out"
+        return f"{models} do not edit tokens: leave it out{_other_family(family)}"
     others = [rule for rule in family.rules if name in RULES[rule].settings]
     instead = f", or give --rule {' or '.join(others)}" if others else ""
     return f"the acceptance rule {decoding.rule_name} does not go by it: leave it out{instead}"
+
+
+def _preset(mode: str | None, given: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """The fields that a mode sets. Raises UsageError if the family has no such mode, or flags leave nothing of it."""
+    if mode is None:
+        return {}
+    if mode not in family.modes:
+        why = f"models of family {family.name} have no modes: leave it out{_other_family(family)}"
+        raise UsageError(f"--mode {mode} has no effect, {why}")
+    preset = family.modes[mode]
+    if set(preset) <= set(given):
+        flags = " and ".join(_flag(name) for name in preset)
+        raise UsageError(f"--mode {mode} has no effect, {flags} are given: leave it out, or one of them")
+    return preset
+
+
+def _other_family(family: Family) -> str:
+    """What to do if the checkpoint is of a sibling that edits and does not say so."""
+    editing = [other.name for other in siblings(family) if other.decoding.get("editing") and other != family]
+    return f" (or give --family {editing[0]}, if that is what the checkpoint is)" if editing else ""
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _family_keys(stored: Mapping[str, Any], family: Family, source: str) -> dict[str, Any]:

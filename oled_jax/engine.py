@@ -29,10 +29,12 @@ from oled_jax.offload.manager import CacheManager
 from oled_jax.offload.pool import Pool, empty_pool
 from oled_jax.offload.residency import DEFAULT_SPARE
 from oled_jax.offload.schedule import Move
+from oled_jax.offload.shares import CacheShares
 from oled_jax.offload.statistics import CacheStatistics
 from oled_jax.offload.store import PageStore, aligned_empty, allocate_store
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, PassInfo, Policy
+from oled_jax.prefix import KeptPrefix
 from oled_jax.program import PassInputs, PassSpec, TrunkArrays, fill_pool, forward_pass, trunk_arrays, trunk_head
 from oled_jax.recording import Recording, open_recording
 from oled_jax.session import Session
@@ -101,22 +103,37 @@ class Engine:
         self._running = threading.Lock()
         self._warm: set[Hashable] = set()
         self._recording: Recording | None = None
+        self._shares: CacheShares | None = None
 
     @property
     def pool(self) -> Pool:
         """The device pages. Every pass donates them: do not keep a reference over one."""
         return self._pool
 
-    def generate(self, prompts: Sequence[Sequence[int]], decoding: DecodingConfig) -> list[Result]:
-        """Decodes a batch of prompts (token ids). Raises as `stream` does."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], decoding: DecodingConfig, *, batch: int | None = None
+    ) -> list[Result]:
+        """Decodes prompts (token ids), all at once or `batch` of them. Raises as `stream` does."""
         results: dict[int, Result] = {}
-        for event in self.stream(prompts, decoding):
+        for event in self.stream(prompts, decoding, batch=batch):
             if isinstance(event, FinishEvent):
                 results[event.row] = event.result
         return [results[row] for row in range(len(prompts))]
 
-    def stream(self, prompts: Sequence[Sequence[int]], decoding: DecodingConfig) -> Iterator[Event]:
-        """Decodes a batch of prompts and yields what happens as it happens.
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        decoding: DecodingConfig,
+        *,
+        batch: int | None = None,
+        kept: KeptPrefix | None = None,
+    ) -> Iterator[Event]:
+        """Decodes prompts and yields what happens as it happens.
+
+        Args:
+          batch: rows that are decoded together. A row that ends leaves its place to the next prompt, and when none
+            waits it is idle: the shape stays, so nothing is compiled anew. None: all prompts at once.
+          kept: keys and values of an earlier run, and where this one's are left; for a single prompt.
 
         Raises:
           UsageError: a token id lies outside the vocabulary, the model cannot be decoded like this, or a trace of
@@ -126,16 +143,35 @@ class Engine:
         """
         self._check_ids(prompts, decoding)
         self._check_way(decoding)
+        if not prompts:
+            return
+        if kept is not None and (len(prompts) > 1 or kept.block_length != decoding.block_length):
+            raise ValueError("a kept prefix is for one prompt, and of one block length")
         session_type: type[Session] = Session
         if decoding.whole_text:
             session_type, decoding = WholeTextSession, one_block(prompts, decoding)
         with self._alone():
+            places = min(batch or len(prompts), len(prompts))
             if self._recording is not None:
-                self._recording.begin_run(len(prompts), decoding)
-            for prompt in prompts:
-                self.begin_request(np.asarray(prompt, np.int32))
-            session = session_type(self, prompts, decoding)
-            yield from BlockDiffusion(session, decoding).run(prompts)
+                self._recording.begin_run(places, decoding)
+            session = session_type(self, prompts, decoding, places, kept)
+            self._set_shares(session.shares)
+            try:
+                for event in BlockDiffusion(session, decoding).run(prompts, places):
+                    yield session.with_share(event) if isinstance(event, FinishEvent) else event
+            finally:
+                self._set_shares(None)
+                session.close()
+
+    def prepare(self, prompt_length: int, decoding: DecodingConfig, *, kept: KeptPrefix | None = None) -> None:
+        """Compiles the programs of runs of one such prompt, ahead of them; runs nothing."""
+        with self._alone():
+            Session(self, [[decoding.mask_id] * prompt_length], decoding, 1, kept).close()
+
+    def _set_shares(self, shares: CacheShares | None) -> None:
+        self._shares = shares
+        if self.manager is not None:
+            self.manager.shares = shares
 
     @contextmanager
     def record(
@@ -269,10 +305,10 @@ class Engine:
         if self._recording is not None:
             self._recording.recorder.idle = idle
 
-    def begin_request(self, prompt: Int32[np.ndarray, " P"]) -> None:
-        """A request starts."""
+    def begin_request(self, prompt: Int32[np.ndarray, " P"], place: int = 0) -> None:
+        """A request starts, in this place of the batch; others may be running."""
         if self._recording is not None:
-            self._recording.recorder.begin_request(prompt)
+            self._recording.recorder.begin_request(prompt, place)
         if self.manager is not None:
             self._stage(self.manager.begin_request(prompt))
 
@@ -302,6 +338,9 @@ class Engine:
             used = ids[info.token_mask]
             activated = int(np.count_nonzero(np.bincount(used.ravel(), minlength=E)))
             self.statistics.add(info.kind, layer, activated=activated, hits=activated, capacity=E)
+            if self._shares is not None:
+                resident, nothing = np.ones(E, bool), np.zeros(0, np.int64)
+                self._shares.add(ids, info.token_mask, resident, nothing)
 
     @property
     def handle(self) -> np.int32:

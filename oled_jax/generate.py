@@ -1,17 +1,18 @@
-"""`python -m oled_jax.generate`: one prompt in, its continuation out. Wiring only."""
+"""`python -m oled_jax.generate`: prompts in, their continuations out. Wiring only."""
 
 import argparse
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 import oled_jax
+from oled_jax.batches import AnswerLines, Prompt
 from oled_jax.cli import (
     CommandParser,
     add_cache_flags,
@@ -23,16 +24,16 @@ from oled_jax.cli import (
     run_command,
 )
 from oled_jax.config import DecodingConfig
-from oled_jax.decode.events import Result
+from oled_jax.decode.events import FinishEvent, Result
 from oled_jax.decoding_options import effective_settings
 from oled_jax.demo import shipped
 from oled_jax.engine import Engine
 from oled_jax.errors import UsageError
-from oled_jax.load import CacheOptions, OpenedModel, RunShape, load_engine, open_model, plan_run
+from oled_jax.loading import CacheOptions, OpenedModel, RunShape, open_model, plan_run
 from oled_jax.machine import use_compilation_cache
 from oled_jax.memory import MemoryPlan, format_bytes
 from oled_jax.policies.registry import describe_policies, parse_policy
-from oled_jax.prompts import add_prompt_flags, check_prompt_flags, describe_prompt, read_prompt
+from oled_jax.prompts import add_prompt_flags, batch_size, check_prompt_flags, describe_prompt, read_prompts
 from oled_jax.report import (
     STDOUT,
     Request,
@@ -40,8 +41,11 @@ from oled_jax.report import (
     check_json_target,
     request_line,
     statistics_object,
+    totals_line,
     write_json,
 )
+from oled_jax.startup import announce_plan, load_announced, note_length
+from oled_jax.terminal.choice import add_display_flags, check_display_flags, make_display
 from oled_jax.traces.files import check_trace_target
 
 NAME = "oled_jax.generate"
@@ -58,6 +62,7 @@ def build_parser() -> CommandParser:
     add_prompt_flags(parser)
     add_decoding_flags(parser)
     add_cache_flags(parser)
+    add_display_flags(parser)
     parser.add_argument(
         "--stats-json",
         metavar="FILE|-",
@@ -87,32 +92,55 @@ def _generate(argv: Sequence[str] | None) -> None:
     cache = cache_options(options)
     check_prompt_flags(options)
     check_json_target(options.stats_json)
+    check_display_flags(options)
     _check_trace_flags(options)
-    model = open_model(options.model, options.dtype)
+    model = open_model(options.model, options.dtype, options.family)
     if model.shipped:
         note(shipped.NOTICE)
-    prompt = _prompt(options, model)
+    prompts = _prompts(options, model)
     decoding = decoding_options(options, model)
-    _note_length(model, len(prompt) + decoding.gen_length)
+    lengths = [len(prompt.ids) for prompt in prompts]
+    note_length(model, max(lengths) + decoding.gen_length)
     use_compilation_cache()
-    shape = RunShape.of([len(prompt)], decoding)
+    shape = RunShape.of(lengths, decoding, batch_size(options, len(prompts)))
     plan = plan_run(model, cache, shape, jax.local_devices()[0])
-    for line in _plan_lines(cache, plan):
-        note(line)
-    with _progress(plan.num_layers) as advance:
-        engine, policy = load_engine(model, cache, plan, advance, _note_beside_bar)
-    if engine.cpu_experts is not None:
-        note(engine.cpu_experts.description)
-        for sentence in engine.cpu_experts.notes:
-            note(f"note: {sentence}")
+    announce_plan(cache, plan)
+    engine, policy = load_announced(model, cache, plan)
     settings = _settings(options, model, cache, decoding, shape, plan) | _engine_settings(engine)
     with _recording(options, engine, model, decoding, settings):
-        (result,) = engine.generate([prompt], decoding)
+        results = _decode(options, engine, model, prompts, decoding, shape.batch)
     if policy is not None:
         for sentence in policy.notes:
             note(f"policy {policy.name}: {sentence}")
-    request = Request(prompt_tokens=len(prompt), result=result, text=_text(model, result))
-    _report(options, engine, model, cache, settings, request)
+    requests = [
+        Request(id=prompt.id, prompt_tokens=len(prompt.ids), result=result, text=_text(model, result))
+        for prompt, result in zip(prompts, results, strict=True)
+    ]
+    _report(options, engine, model, cache, settings, requests)
+
+
+def _decode(
+    options: argparse.Namespace,
+    engine: Engine,
+    model: OpenedModel,
+    prompts: Sequence[Prompt],
+    decoding: DecodingConfig,
+    batch: int,
+) -> list[Result]:
+    """Runs all prompts. Answers to a file's are written as they come."""
+    lines = AnswerLines(prompts, model.codec)
+    results: dict[int, Result] = {}
+    display = make_display(options, engine, model.codec, mask_id=decoding.mask_id, prompt_length=len(prompts[0].ids))
+    with contextlib.closing(display):
+        for event in engine.stream([prompt.ids for prompt in prompts], decoding, batch=batch):
+            display.show(event)
+            if not isinstance(event, FinishEvent):
+                continue
+            results[event.row] = event.result
+            if options.prompt_file is not None and options.stats_json != STDOUT:
+                for line in lines.add(event.row, event.result):
+                    print(line, flush=True)
+    return [results[row] for row in range(len(prompts))]
 
 
 def _check_trace_flags(options: argparse.Namespace) -> None:
@@ -146,35 +174,9 @@ def _recording(
     note(f"trace: {trace.num_passes} passes, {format_bytes(trace.num_bytes)}, in {options.trace}")
 
 
-def _prompt(options: argparse.Namespace, model: OpenedModel) -> list[int]:
+def _prompts(options: argparse.Namespace, model: OpenedModel) -> list[Prompt]:
     default = shipped.PROMPT if model.shipped else None
-    return read_prompt(options, model.codec, model.config.vocab_size, default)
-
-
-def _note_length(model: OpenedModel, length: int) -> None:
-    longest = model.config.max_position_embeddings
-    if length > longest:
-        note(f"note: prompt and answer may take {length} positions, the model was made for {longest}")
-
-
-def _plan_lines(cache: CacheOptions, plan: MemoryPlan) -> Iterator[str]:
-    yield from plan.lines()
-    chosen = "" if cache.capacity is not None or plan.resident else ", chosen: the largest that fits"
-    if cache.gigabytes is not None or cache.all_resident:
-        chosen = ""
-    yield f"expert cache: {cache.policy}, {plan.capacity:.4g} of {plan.num_experts} experts per layer{chosen}"
-
-
-@contextmanager
-def _progress(num_layers: int) -> Iterator[Callable[[int], None]]:
-    """A bar over the layers that are loaded, where a person can see it."""
-    with tqdm(total=num_layers, desc="loading experts", unit="layer", file=sys.stderr, disable=None) as bar:
-        yield lambda layer: bar.update()
-
-
-def _note_beside_bar(text: str) -> None:
-    """`note` while a bar may be on the screen."""
-    tqdm.write(text, file=sys.stderr)
+    return read_prompts(options, model.codec, model.config.vocab_size, default)
 
 
 def _text(model: OpenedModel, result: Result) -> str | None:
@@ -193,6 +195,7 @@ def _settings(
     return {
         **effective_settings(decoding),
         **describe_prompt(options, model.codec),
+        "mode": getattr(options, "mode", None),
         "family": model.family.name,
         "dtype": model.config.dtype,
         "policy": cache.policy,
@@ -221,17 +224,16 @@ def _report(
     model: OpenedModel,
     cache: CacheOptions,
     settings: dict[str, Any],
-    request: Request,
+    requests: Sequence[Request],
 ) -> None:
-    statistics = statistics_object(
-        engine, model=model.label, policy=cache.policy, settings=settings, requests=[request]
-    )
-    if options.stats_json != STDOUT:
+    statistics = statistics_object(engine, model=model.label, policy=cache.policy, settings=settings, requests=requests)
+    if options.prompt_file is None and options.stats_json != STDOUT and not options.stream:
+        (request,) = requests
         as_text = request.text is not None and options.prompt_ids is None
         print(request.text if as_text else ",".join(map(str, request.result.output_ids)), flush=True)
     if options.stats_json is not None:
         write_json(statistics, options.stats_json)
-    note(request_line(request))
+    note(request_line(requests[0]) if len(requests) == 1 else totals_line(statistics["totals"]))
     note(cache_line(statistics["cache"], engine.config.num_experts))
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import resource
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import flax
 import jax
 import jaxlib
 import numpy as np
+from jax._src import xla_bridge  # whether a backend runs: no public function tells without starting one
 
 from oled_jax.offload.store import PINNED_LIMIT_VARIABLE
 
@@ -38,12 +40,23 @@ def prepare_runtime(store_bytes: int) -> None:
     Temporaries of a program stay at one address, so that CUDA graphs need no patching.
     """
     needed_gb = math.ceil(store_bytes * 1.05 / 1e9) + 1
+    if _backend_runs_on_a_device() and MEMORY_FRACTION_VARIABLE not in os.environ:
+        warnings.warn(
+            "JAX was started before the model was opened: too late for the settings that make room for it "
+            "(docs/statistics.md). Load the model before anything else uses JAX.",
+            stacklevel=2,
+        )
     if needed_gb > XLA_DEFAULT_PINNED_GB:
         os.environ.setdefault(PINNED_LIMIT_VARIABLE, str(needed_gb))
     os.environ.setdefault(MEMORY_FRACTION_VARIABLE, MEMORY_FRACTION)
     flags = os.environ.get(XLA_FLAGS_VARIABLE, "")
     if STEADY_TEMPORARIES not in flags and jaxlib.__version__.startswith(KNOWS_STEADY_TEMPORARIES):
         os.environ[XLA_FLAGS_VARIABLE] = f"{flags} --{STEADY_TEMPORARIES}=true".strip()
+
+
+def _backend_runs_on_a_device() -> bool:
+    """JAX has started a backend whose memory is not the host's, and read its settings."""
+    return xla_bridge.backends_are_initialized() and not is_unified(jax.local_devices()[0])
 
 
 def use_compilation_cache() -> None:

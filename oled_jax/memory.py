@@ -29,6 +29,7 @@ class MemoryPlan:
       resident: every page is resident for good (policy all): no store.
       unified: the device's memory is the host's.
       device_free, host_free: bytes before loading; None: unknown, nothing is refused.
+      batch: rows that are decoded together.
     """
 
     num_layers: int
@@ -43,6 +44,7 @@ class MemoryPlan:
     unified: bool
     device_free: int | None
     host_free: int | None
+    batch: int = 1
 
     @property
     def capacity(self) -> float:
@@ -103,7 +105,8 @@ class MemoryPlan:
     def _advice(self) -> str:
         paged = dataclasses.replace(self, resident=False)
         if paged.largest_capacity < 1:
-            return "not even one expert per layer fits; shorten the text (--gen-length) or free memory"
+            smaller = " or the batch (--batch-size)" if self.batch > 1 else ""
+            return f"not even one expert per layer fits; shorten the text (--gen-length){smaller} or free memory"
         other = " with another policy" if self.resident else ""
         return f"the largest capacity that fits{other} is {paged.largest_capacity} (--expert-cache)"
 
@@ -169,6 +172,7 @@ def plan_memory(
         unified=unified,
         device_free=device_free,
         host_free=host_free,
+        batch=batch,
     )
 
 

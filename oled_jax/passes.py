@@ -49,3 +49,20 @@ class PassOutcome:
     confidence: Float32[np.ndarray, "B T"]
     active: Bool[np.ndarray, " B"]
     starts: Int32[np.ndarray, " B"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheShare:
+    """What one row of a batch has to do with the expert cache, over its denoise and edit passes.
+
+    Attributes:
+      passes: such passes. One in which it commits beside rows that denoise is none.
+      activated, hits: experts that its own tokens were routed to, and those of them that were resident. One that
+        several rows share counts for each.
+      transferred: pages that came for it. One that several rows waited for is divided between them.
+    """
+
+    passes: int
+    activated: int
+    hits: int
+    transferred: float

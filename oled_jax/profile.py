@@ -13,7 +13,7 @@ from oled_jax.cost.measure import measure_full, profile_key
 from oled_jax.cost.profile import HardwareProfile
 from oled_jax.cost.table import profile_table
 from oled_jax.errors import UsageError
-from oled_jax.load import open_model
+from oled_jax.loading import open_model
 from oled_jax.machine import prepare_runtime, use_compilation_cache
 from oled_jax.models.published import PUBLISHED
 from oled_jax.models.registry import config_from_hf

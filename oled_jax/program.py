@@ -68,16 +68,18 @@ class PassSpec:
 
 
 class PassInputs(NamedTuple):
-    """One chunk of T positions per row. token_mask: False for padding and finished rows, which never route.
+    """One chunk of T positions per row.
 
-    iterations: see `Comparison`; None if layer inputs are not compared. routes: experts that take the place of the
-    router's choice, for benches that replay a trace through a model of random weights; None: the router chooses.
+    token_mask: False for padding and finished rows, which never route. sequence_length: see `models/rope.py`, of each
+    row or of all. iterations: see `Comparison`; None if layer inputs are not compared. routes: experts that take the
+    place of the router's choice, for benches that replay a trace through a model of random weights; None: the router
+    chooses.
     """
 
     tokens: Int32[Array, "B T"]
     starts: Int32[Array, " B"]
     token_mask: Bool[Array, "B T"]
-    sequence_length: Int32[Array, ""]
+    sequence_length: Int32[Array, "*B"]
     manager: Int32[Array, ""]
     iterations: Int32[Array, " B"] | None = None
     routes: Int32[Array, "L N K"] | None = None
@@ -173,7 +175,7 @@ def sample(
     hidden: Float[Array, "B T D"],
     seed: Int32[Array, ""],
     requests: Int32[Array, " B"],
-    pass_index: Int32[Array, ""],
+    pass_index: Int32[Array, "*B"],
 ) -> Int32[Array, "R B T"]:
     """The head, and one token with its confidence per position.
 

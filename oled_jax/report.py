@@ -20,33 +20,66 @@ from oled_jax.errors import UsageError
 from oled_jax.machine import describe_machine, device_peak_bytes, host_peak_bytes
 from oled_jax.memory import format_bytes
 from oled_jax.offload.statistics import GROUPS, cache_figures
-from oled_jax.passes import PassKind
+from oled_jax.passes import CacheShare, PassKind
 
 STDOUT = "-"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One finished request: its prompt's length, its result, and its text where there is a tokenizer."""
+    """One finished request: its prompt's name and length, its result, and its text where there is a tokenizer."""
 
     prompt_tokens: int
     result: Result
     text: str | None
+    id: str | int | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    @property
+    def end_s(self) -> float:
+        """From the start of the run to its end."""
+        return self.result.waited_s + self.result.ttft_prefill_s + self.result.decode_s
+
+    def as_json(self, page_bytes: int) -> dict[str, Any]:
         """An entry of `requests`."""
         result = self.result
         return {
+            "id": self.id,
             "prompt_tokens": self.prompt_tokens,
             "output_ids": list(result.output_ids),
             "text": self.text,
             "finish": result.finish,
             "passes": {kind.value: result.passes.get(kind, 0) for kind in PassKind},
+            "waited_s": result.waited_s,
             "ttft_prefill_s": result.ttft_prefill_s,
             "ttft_block_s": result.ttft_block_s,
             "decode_s": result.decode_s,
             "tpot_s": result.tpot_s,
+            "cache": None if result.share is None else share_object(result.share, page_bytes),
         }
+
+
+def share_object(share: CacheShare, page_bytes: int) -> dict[str, Any]:
+    """`cache` of a request."""
+    return {
+        "passes": share.passes,
+        "hits": share.hits,
+        "misses": share.activated - share.hits,
+        "hit_rate": share.hits / share.activated if share.activated else None,
+        "bytes_h2d": share.transferred * page_bytes,
+    }
+
+
+def totals(requests: Sequence[Request]) -> dict[str, Any]:
+    """`totals`: what a run of requests, one batch after another, did together."""
+    tokens = sum(len(request.result.output_ids) for request in requests)
+    seconds = max(request.end_s for request in requests)
+    return {
+        "requests": len(requests),
+        "prompt_tokens": sum(request.prompt_tokens for request in requests),
+        "output_tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds if tokens else None,
+    }
 
 
 def statistics_object(
@@ -59,7 +92,7 @@ def statistics_object(
       model: what the user called it.
       policy: its specification, options included.
       settings: every effective value.
-      requests: in order.
+      requests: of one run, in order.
     """
     device = jax.local_devices()[0]
     tokens = sum(len(request.result.output_ids) for request in requests)
@@ -68,7 +101,8 @@ def statistics_object(
         "model": model,
         "machine": describe_machine(device),
         "settings": dict(settings),
-        "requests": [request.as_json() for request in requests],
+        "requests": [request.as_json(engine.statistics.page_bytes) for request in requests],
+        "totals": totals(requests),
         **{name: cache_object(engine, policy, kinds, tokens) for name, kinds in GROUPS.items()},
         "memory": {
             "host_peak_bytes": host_peak_bytes(),
@@ -124,6 +158,12 @@ def request_line(request: Request) -> str:
         f"generated {len(result.output_ids)} tokens ({result.finish}) in {result.decode_s:.2f} s{speed}; "
         f"prompt of {request.prompt_tokens} in {result.ttft_prefill_s:.2f} s; passes: {passes or 'none'}"
     )
+
+
+def totals_line(together: Mapping[str, Any]) -> str:
+    """One line for people on a run of several requests, from the `totals` object."""
+    speed = "" if together["tokens_per_s"] is None else f", {together['tokens_per_s']:.1f} tokens per second"
+    return f"{together['requests']} requests, {together['output_tokens']} tokens in {together['seconds']:.2f} s{speed}"
 
 
 def check_json_target(target: str | None) -> None:

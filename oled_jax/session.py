@@ -3,6 +3,7 @@
 Implements the decoder's `Denoiser`. Owns everything that ends with the run; what outlives it is the engine's.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,11 +14,14 @@ from jaxtyping import Bool, Int32
 
 from oled_jax.config import DecodingConfig
 from oled_jax.decode.block_diffusion import Prediction
+from oled_jax.decode.events import FinishEvent
 from oled_jax.decode.sampling import request_numbers
 from oled_jax.decode.whole_text import rounded_up
 from oled_jax.models.kv_cache import KVCache, init_kv_cache
+from oled_jax.offload.shares import CacheShares
 from oled_jax.passes import PassKind, PassOutcome
 from oled_jax.policies.base import IterationOutcome, PassInfo
+from oled_jax.prefix import KeptPrefix
 from oled_jax.program import PassInputs, Sampling, sample, unpack_sample
 
 if TYPE_CHECKING:
@@ -26,38 +30,58 @@ if TYPE_CHECKING:
 MAX_CHUNK = 1024  # positions of one prefill pass
 
 
-def prefill_chunk(length: int, block_length: int) -> int:
+def prefill_chunk(length: int, block_length: int, batch: int = 1) -> int:
     """Positions of one prefill pass for prompts of up to `length`: whole blocks, few different values.
 
-    The number of blocks is a power of two, so that nearby prompt lengths share a program.
+    The number of blocks is a power of two, so that nearby prompt lengths share a program. The rows of a batch divide
+    `MAX_CHUNK` between them, down to a block each: the memory of a pass grows with its tokens.
     """
     blocks = 1 << max(0, math.ceil(length / block_length) - 1).bit_length()
-    return min(blocks, max(1, MAX_CHUNK // block_length)) * block_length
+    most = max(1, MAX_CHUNK // (block_length * max(1, batch)))
+    return min(blocks, 1 << (most.bit_length() - 1)) * block_length
 
 
-def kv_capacity(prompt_lengths: Sequence[int], decoding: DecodingConfig) -> int:
-    """Positions that the KV cache of a run must hold, rounded up to few different values."""
-    L = decoding.block_length
+def kv_capacity(prompt_lengths: Sequence[int], decoding: DecodingConfig, batch: int | None = None) -> int:
+    """Positions that the KV cache of a run must hold in each row, rounded up to few different values.
+
+    Args:
+      batch: rows. If there are more prompts, a chunk of a prompt will be written while other rows are in the middle
+        of their text; they write theirs, which holds nothing, behind their text.
+    """
+    L, requests = decoding.block_length, len(prompt_lengths)
+    batch = min(batch or requests, requests)
     longest = max(prompt_lengths, default=0)
     canvas = math.ceil((longest + decoding.gen_length) / L) * L
-    chunk = prefill_chunk(longest, L)
+    chunk = prefill_chunk(longest, L, batch)
     needed = max(canvas, math.ceil(longest // L * L / chunk) * chunk, L)
+    if 1 < batch < requests:
+        needed += chunk
     return rounded_up(needed)
 
 
 class Session:
-    """A `Denoiser` over an engine for one batch of prompts.
+    """A `Denoiser` over an engine for one run.
 
     Args:
       engine: runs the passes; no other session may run meanwhile.
-      prompts: token ids per row.
+      prompts: token ids of every request.
       decoding: how the run decodes.
+      places: rows of the batch; requests may be more.
+      kept: the KV cache of the run before, if there is one prompt.
     """
 
-    def __init__(self, engine: "Engine", prompts: Sequence[Sequence[int]], decoding: DecodingConfig) -> None:
+    def __init__(
+        self,
+        engine: "Engine",
+        prompts: Sequence[Sequence[int]],
+        decoding: DecodingConfig,
+        places: int,
+        kept: KeptPrefix | None = None,
+    ) -> None:
         lengths = [len(prompt) for prompt in prompts]
         self._engine = engine
         self._decoding = decoding
+        self._prompts = prompts
         self._sampling = Sampling(
             mask_id=decoding.mask_id,
             temperature=decoding.temperature,
@@ -67,47 +91,84 @@ class Session:
             entropy=decoding.whole_text,
             shifted=engine.config.shifted_logits,
         )
-        self._cache = self._empty_cache(lengths)
-        self._sequence_length = np.int32(max(lengths, default=0) + decoding.gen_length)
-        self._requests = request_numbers(prompts)
-        self._pass_index = 0
-        self._starts = np.full(len(prompts), -1, np.int32)
-        self._confidence = np.ones((len(prompts), decoding.block_length), np.float32)
-        self._iterations = np.zeros(len(prompts), np.int32)  # denoise and edit passes so far over each row's block
-        self._warm_up(max(lengths, default=0) // decoding.block_length * decoding.block_length)
+        self._kept = kept
+        self._first = 0  # where the first prompt pass begins
+        self._cache, self._chunk = self._memory(lengths, places)
+        self._numbers = request_numbers(prompts)
+        self.shares = CacheShares(places, engine.config.num_experts)
+        # Of the request in each place:
+        self._request = np.full(places, -1, np.int32)
+        self._sequence_length = np.full(places, decoding.gen_length, np.int32)
+        self._passes = np.zeros(places, np.int32)  # over its blocks so far
+        self._starts = np.full(places, -1, np.int32)
+        self._confidence = np.ones((places, decoding.block_length), np.float32)
+        self._iterations = np.zeros(places, np.int32)  # denoise and edit passes so far over its block
+        self._warm_up(prefills=max(lengths, default=0) >= decoding.block_length)
 
-    def _empty_cache(self, lengths: Sequence[int]) -> KVCache | None:
-        """Keys and values of nothing yet, for prompts of these lengths."""
-        cache = init_kv_cache(self._engine.config, len(lengths), kv_capacity(lengths, self._decoding))
-        # Committed, as what a pass returns is: else the second pass would compile anew.
-        return jax.device_put(cache, jax.local_devices()[0])
+    def _memory(self, lengths: Sequence[int], places: int) -> tuple[KVCache | None, int]:
+        """The KV cache, and the positions of a prompt pass."""
+        config, decoding, kept = self._engine.config, self._decoding, self._kept
+        cache = None
+        if kept is None:
+            positions = kv_capacity(lengths, decoding, places)
+            chunk = prefill_chunk(max(lengths, default=0), decoding.block_length, places)
+        else:
+            cache, positions, chunk = kept.take(), kept.positions, kept.chunk
+        if cache is None:
+            # Committed, as what a pass returns is: else the second pass would compile anew.
+            cache = jax.device_put(init_kv_cache(config, places, positions), jax.local_devices()[0])
+        return cache, chunk
 
-    def _warm_up(self, prefill_length: int) -> None:
+    @property
+    def _capacity(self) -> int:
+        """Positions of the KV cache, 0 without one."""
+        return 0 if self._cache is None else self._cache.capacity
+
+    def _warm_up(self, *, prefills: bool) -> None:
         """Compiles the run's programs by passes in which no token routes, so that no compilation is timed."""
         B, L = self._confidence.shape
-        chunk = (prefill_chunk(prefill_length, L),) if prefill_length else ()
+        chunk = (self._chunk,) if prefills else ()
         for kind, width in zip((PassKind.DENOISE, PassKind.PREFILL), (L, *chunk), strict=False):
-            tokens, starts = np.zeros((B, width), np.int32), np.zeros(B, np.int32)
+            # Written where no text stands: the cache may hold that of an earlier run.
+            tokens, starts = np.zeros((B, width), np.int32), np.full(B, max(0, self._capacity - width), np.int32)
             nothing = np.zeros((B, width), bool)
-            shape = (width, L, 0 if self._cache is None else self._cache.capacity, B, self._sampling)
+            shape = (width, L, self._capacity, B, self._sampling)
             with self._engine.warm_up(kind, shape) as cold:
                 if cold:
                     iterations = np.full(B, -1, np.int32) if kind is PassKind.DENOISE else None
                     hidden = self._run(kind, tokens, starts, nothing, np.ones((B, width), np.float32), iterations)
                     if kind is PassKind.DENOISE:
-                        jax.block_until_ready(self._sample(hidden, 0))
+                        jax.block_until_ready(self._sample(hidden, self._passes))
+
+    def enter(self, place: int, request: int) -> None:
+        """A request takes a place. See `Denoiser`."""
+        prompt = np.asarray(self._prompts[request], np.int32)
+        self._request[place] = request
+        self._sequence_length[place] = prompt.size + self._decoding.gen_length
+        self._passes[place], self._starts[place] = 0, -1
+        if self._kept is not None:
+            L = self._decoding.block_length
+            self._first = self._kept.begin(prompt[: prompt.size // L * L])
+        self._engine.begin_request(prompt, place)
+
+    def with_share(self, event: FinishEvent) -> FinishEvent:
+        """The event with what the expert cache did for its request, which still has its place."""
+        (place,) = np.flatnonzero(self._request == event.row)
+        return FinishEvent(row=event.row, result=dataclasses.replace(event.result, share=self.shares.take(int(place))))
 
     def prefill(self, tokens: Int32[np.ndarray, "B P"], lengths: Int32[np.ndarray, " B"]) -> None:
         """Whole prompt blocks into the KV cache, in equal chunks."""
         B, P = tokens.shape
-        chunk = prefill_chunk(P, self._decoding.block_length)
-        for start in range(0, P, chunk):
+        chunk = self._chunk
+        for start in range(self._first, P, chunk):
             part = np.full((B, chunk), self._decoding.mask_id, np.int32)
             width = min(chunk, P - start)
             part[:, :width] = tokens[:, start : start + width]
             mask = start + np.arange(chunk) < lengths[:, None]
-            starts = np.full(B, start, np.int32)
+            # Every row writes a chunk. One that has none here writes it where it will never look (`kv_capacity`).
+            starts = np.where(mask[:, 0], start, self._capacity - chunk).astype(np.int32)
             ones = np.ones((B, chunk), np.float32)
+            self.shares.begin_pass(np.zeros(B, bool))
             self._run(PassKind.PREFILL, part, starts, mask, ones)
             self._engine.end_iteration(
                 IterationOutcome(
@@ -118,6 +179,8 @@ class Session:
                     confidence=ones.ravel(),
                 )
             )
+        if self._kept is not None:
+            self._kept.prefilled(tokens[0])
 
     def forward(
         self,
@@ -133,25 +196,33 @@ class Session:
         if entered.any():
             self._confidence[entered] = 1.0
             self._iterations[entered] = 0
-            self._starts = np.where(active, starts, self._starts)
+            self._starts[active] = starts[active]
             self._engine.begin_block()
+        if self._kept is not None:
+            self._kept.saw(int(starts[0]), tokens[0])
         mask = self._real(active, tokens.shape[1])
         compared = active & ~commit
+        self.shares.begin_pass(compared)
         hidden = self._run(kind, tokens, starts, mask, self._confidence, np.where(compared, self._iterations, -1))
         self._iterations += compared
-        pass_index = self._pass_index
-        self._pass_index += 1
+        passes = self._passes.copy()
+        self._passes += active
         if not compared.any():
             return None
-        return Prediction(*unpack_sample(self._sample(hidden, pass_index)))
+        return Prediction(*unpack_sample(self._sample(hidden, passes)))
 
     def _real(self, active: Bool[np.ndarray, " B"], width: int) -> Bool[np.ndarray, "B T"]:
         """Positions of a pass that hold a token: they route and are seen."""
         return np.broadcast_to(active[:, None], (len(active), width))
 
-    def _sample(self, hidden: jax.Array, pass_index: int) -> jax.Array:
+    def close(self) -> None:
+        """The run is over, or given up."""
+        if self._kept is not None and self._cache is not None:
+            self._kept.give_back(self._cache)
+
+    def _sample(self, hidden: jax.Array, passes: Int32[np.ndarray, " B"]) -> jax.Array:
         seed = np.int32(self._decoding.seed)
-        return sample(self._sampling, self._engine.head, hidden, seed, self._requests, np.int32(pass_index))
+        return sample(self._sampling, self._engine.head, hidden, seed, self._numbers[self._request], passes)
 
     def end_pass(self, outcome: PassOutcome) -> None:
         """Gives the cache manager what the decoder did."""

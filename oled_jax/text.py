@@ -62,6 +62,11 @@ class TextCodec:
         return self.available and bool(self._tokenizer.chat_template)  # type: ignore[union-attr]
 
     @property
+    def chat_template(self) -> str:
+        """Empty where there is none."""
+        return str(self._tokenizer.chat_template) if self.has_chat_template else ""  # type: ignore[union-attr]
+
+    @property
     def mask_id(self) -> int | None:
         if self._tokenizer is None:
             return None
@@ -88,7 +93,11 @@ class TextCodec:
         if system is not None:
             reason = "it is switched off" if self.has_chat_template else f"{self._source} has none"
             raise UsageError(f"--system needs a chat template, and {reason}: put the instruction into the prompt")
-        return [int(token) for token in self._required()(text)["input_ids"]]
+        return self.encode_text(text)
+
+    def encode_text(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Ids of text as it is; special_tokens: with those that the tokenizer puts around every text."""
+        return [int(token) for token in self._required()(text, add_special_tokens=special_tokens)["input_ids"]]
 
     def encode_messages(self, messages: Messages) -> list[int]:
         """Ids of a conversation in the chat template, ready for the next answer.
@@ -96,6 +105,14 @@ class TextCodec:
         Raises:
           UsageError: no tokenizer, no chat template, or the template refuses the conversation.
         """
+        ids = self._apply_template(messages, tokenize=True, return_dict=False)
+        return [int(token) for token in ids]
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        """A conversation in the chat template, as text. Raises as `encode_messages` does."""
+        return self._apply_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    def _apply_template(self, messages: Messages, **options: Any) -> Any:
         tokenizer = self._required()
         if not self.has_chat_template:
             raise UsageError(f"--messages needs a chat template, and {self._source} has none: use --prompt")
@@ -103,10 +120,9 @@ class TextCodec:
 
         turns = [dict(message) for message in messages]
         try:
-            ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+            return tokenizer.apply_chat_template(turns, **{"add_generation_prompt": True, **options})
         except TemplateError as error:
             raise UsageError(f"the chat template of {self._source} refuses these messages: {error}") from error
-        return [int(token) for token in ids]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`, exactly as the tokens spell it (no spaces cleaned up)."""
@@ -150,15 +166,20 @@ def load_messages(path: Path) -> list[dict[str, Any]]:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UsageError(f"messages file {path} is not valid JSON ({where}: {error.msg})") from error
+    check_messages(messages, f"messages file {path}")
+    return messages
+
+
+def check_messages(messages: object, where: str) -> None:
+    """Raises UsageError unless it is a list of messages with role and content. where: begins the message."""
     if not isinstance(messages, list) or not messages:
-        raise UsageError(f"messages file {path} must hold a list of messages with role and content, at least one")
+        raise UsageError(f"{where} must hold a list of messages with role and content, at least one")
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise UsageError(f"messages file {path}: message {i} is not an object with role and content")
+            raise UsageError(f"{where}: message {i} is not an object with role and content")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise UsageError(f"messages file {path}: message {i} needs {key}, a string")
-    return messages
+                raise UsageError(f"{where}: message {i} needs {key}, a string")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

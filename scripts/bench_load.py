@@ -19,7 +19,7 @@ from oled_jax.config import DecodingConfig
 from oled_jax.convert.checkpoint import ConvertedCheckpoint, open_checkpoint
 from oled_jax.convert.pieces import forget_cached
 from oled_jax.convert.weights import StoredWeights
-from oled_jax.load import CacheOptions, OpenedModel, RunShape, load_engine, open_model, plan_run
+from oled_jax.loading import CacheOptions, OpenedModel, RunShape, load_engine, open_model, plan_run
 from oled_jax.machine import host_peak_bytes
 
 READ_BYTES = 8 << 20

@@ -68,6 +68,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
+@pytest.fixture(scope="session")
+def talking_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a chat template."""
+    from tiny_model import write_talking_model
+
+    return write_talking_model(tiny_model, tmp_path_factory.mktemp("talking") / "model")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Profiles and compiled programs that commands keep stay out of the user's own cache directory."""
@@ -83,7 +91,7 @@ def roomy_kv_cache() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         capacity = session.kv_capacity
-        patch.setattr(session, "kv_capacity", lambda lengths, decoding: max(192, capacity(lengths, decoding)))
+        patch.setattr(session, "kv_capacity", lambda *run: max(192, capacity(*run)))
         yield
 
 

@@ -43,16 +43,23 @@ CACHE = _object(
     activation_ratio=RATIO,
     planning_us=_or_null(PLANNING),
 )
+SHARE = _object(passes=COUNT, hits=COUNT, misses=COUNT, hit_rate=RATIO, bytes_h2d=SECONDS)
 REQUEST = _object(
+    id=_or_null({"type": ["string", "integer"]}),
     prompt_tokens=COUNT,
     output_ids={"type": "array", "items": COUNT},
     text=_or_null(TEXT),
     finish={"enum": ["eos", "length"]},
     passes=_object(prefill=COUNT, denoise=COUNT, commit=COUNT, edit=COUNT),
+    waited_s=SECONDS,
     ttft_prefill_s=SECONDS,
     ttft_block_s=_or_null(SECONDS),
     decode_s=SECONDS,
     tpot_s=_or_null(SECONDS),
+    cache=_or_null(SHARE),
+)
+TOTALS = _object(
+    requests=COUNT, prompt_tokens=COUNT, output_tokens=COUNT, seconds=SECONDS, tokens_per_s=_or_null(SECONDS)
 )
 MACHINE = _object(
     platform=TEXT,
@@ -89,6 +96,7 @@ SETTINGS = _object(
     pad_id=_or_null(COUNT),
     chat_template=FLAG,
     system=_or_null(TEXT),
+    mode=_or_null(TEXT),
     family=TEXT,
     dtype={"enum": ["float32", "bfloat16", "float16"]},
     policy=TEXT,
@@ -108,6 +116,7 @@ SCHEMA = _object(
     machine=MACHINE,
     settings=SETTINGS,
     requests={"type": "array", "items": REQUEST, "minItems": 1},
+    totals=TOTALS,
     cache=CACHE,
     cache_prefill=CACHE,
     cache_commit=CACHE,

@@ -47,7 +47,8 @@ def test_the_python_example_runs(monkeypatch, capsys):
     monkeypatch.setenv(MEMORY_FRACTION_VARIABLE, "0.5")  # that opening a model sets it ends with the test
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.S)
     exec(example, {})
-    first, second, hit_rate = capsys.readouterr().out.splitlines()
+    first, second, same, hit_rate = capsys.readouterr().out.splitlines()
     assert first == "eos The capital of Norway is Oslo."
-    assert second == "eos First, 88 - 4 = 84. Then 84 + 47 = 131. Answer: 131"
+    assert second == "First, 88 - 4 = 84. Then 84 + 47 = 131. Answer: 131 eos"
+    assert same == "True"
     assert 0 < float(hit_rate) <= 1

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 
@@ -11,7 +10,7 @@ import jsonschema
 import pytest
 from statistics_schema import SCHEMA
 
-from oled_jax import generate, load
+from oled_jax import generate, loading, startup
 from oled_jax.demo import shipped
 from oled_jax.machine import CACHE_VARIABLE, MEMORY_FRACTION_VARIABLE, prepare_runtime
 from oled_jax.offload.store import PINNED_LIMIT_VARIABLE
@@ -47,16 +46,6 @@ def acceptance(golden):
     ]  # fmt: skip
 
 
-@pytest.fixture
-def editing_model(golden, tmp_path):
-    """The tiny checkpoint as one of the 2.1 family."""
-    folder = tmp_path / "editing"
-    shutil.copytree(golden / "llada2-tiny", folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "llada21_moe"}))
-    return folder
-
-
 def test_paged_and_resident_print_the_same_ids(run, acceptance, tmp_path):
     code, out, err = run(*acceptance, "--expert-cache", 6, "--policy", "oled", "--stats-json", "-")
     assert code == 0
@@ -77,7 +66,7 @@ def test_paged_and_resident_print_the_same_ids(run, acceptance, tmp_path):
 
 
 def test_without_a_model_text_comes_out_of_the_shipped_one(run, tiny_model, monkeypatch, tmp_path):
-    monkeypatch.setattr(load, "demo_model_dir", lambda: tiny_model)
+    monkeypatch.setattr(loading, "demo_model_dir", lambda: tiny_model)
     monkeypatch.setattr(shipped, "PROMPT", "Go on")  # less than a block: no program for prefill
     code, out, err = run("--prompt", "Hé", *SHORT, "--stats_json", tmp_path / "a.json")
     assert code == 0
@@ -99,6 +88,16 @@ def test_without_a_model_text_comes_out_of_the_shipped_one(run, tiny_model, monk
     assert request["prompt_tokens"] == len(shipped.PROMPT)
 
 
+def test_a_stream_and_a_picture_change_no_text(run, tiny_model):
+    flags = ["--model", tiny_model, "--prompt", "Hé", *SHORT, "--expert-cache", "6"]
+    code, out, _ = run(*flags)
+    assert code == 0
+    assert run(*flags, "--stream")[:2] == (0, out)
+    code, again, err = run(*flags, "--visualize")
+    assert (code, again) == (0, out)
+    assert "block 0, denoise 1: H" in err
+
+
 def test_gigabytes_may_give_layers_different_capacities(run, tiny_model, tmp_path):
     flags = ["--model", tiny_model, "--expert-cache-gb", GIGABYTES, "--stats-json", tmp_path / "a.json"]
     code, _, _ = run("--prompt", "x", *SHORT, *flags)
@@ -115,14 +114,19 @@ def test_sampling_depends_on_the_seed_only(run, tiny_model):
     assert run(*sampled, "--seed", "2")[1] != first
 
 
-def test_the_21_family_edits(run, editing_model, tmp_path):
-    argv = ["--model", editing_model, "--prompt-ids", "5,6", "--mask-id", "511", "--dtype", "float32", *SHORT]
+def test_the_21_family_edits(run, acceptance, tmp_path):
+    argv = [*acceptance, *SHORT, "--family", "llada21"]
     assert "no schedule" in run(*argv, "--steps", "4")[2]
     assert "nothing is edited" in run(*argv, "--editing-threshold", "none", "--max-post-steps", "2")[2]
-    code, _, _ = run(*argv, "--editing-threshold", "0.2", "--max-post-steps", "3", "--stats-json", tmp_path / "a")
-    settings = json.loads((tmp_path / "a").read_text())["settings"]
+    code, _, _ = run(*argv, "--mode", "speed", "--max-post-steps", "3", "--stats-json", tmp_path / "a")
+    statistics = json.loads((tmp_path / "a").read_text())
+    settings = statistics["settings"]
     assert code == 0
-    assert (settings["editing_threshold"], settings["max_post_steps"], settings["steps"]) == (0.2, 3, None)
+    assert (settings["family"], settings["mode"], settings["threshold"]) == ("llada21", "speed", 0.3)
+    assert (settings["editing_threshold"], settings["max_post_steps"], settings["steps"]) == (0.0, 3, None)
+    passes = statistics["requests"][0]["passes"]
+    assert passes["edit"] > 0
+    assert statistics["cache"]["passes"] == passes["denoise"] + passes["edit"]
 
 
 def test_list_of_policies(run):
@@ -151,6 +155,9 @@ def test_list_of_policies(run):
         (["--seed", "1"], "--seed has no effect"),
         (["--editing-threshold", "0.5"], "do not edit"),
         (["--max_post_steps", "3"], "do not edit"),
+        (["--mode", "speed"], "have no modes"),
+        (["--mode", "hasty"], "choose from"),
+        (["--family", "llada3"], "choose from"),
         (["--steps", "0"], "at least 1"),
         (["--gen-length", "ten"], "not a whole number"),
         (["--threshold", "1.5"], "at most 1"),
@@ -169,12 +176,14 @@ def test_list_of_policies(run):
         (["--stats-json", "/none/such/file"], "no directory"),
         (["--model", "no/such/dir/anywhere"], "neither a directory nor a hub id"),
         (["--gen-length", "100000000"], "needs"),
+        (["--stream", "--visualize"], "give one"),
+        (["--stream", "--stats-json", "-"], "--stream has no effect with --stats-json -"),
         (["--frobnicate"], "--frobnicate"),
         (["--gen"], "--gen"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_2(run, acceptance, monkeypatch, flags, words):
-    monkeypatch.setattr(generate, "load_engine", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(startup, "load_engine", lambda *_: pytest.fail("weights were loaded"))
     code, out, err = run(*acceptance, *flags)
     complaint = err.splitlines()[-1]
     assert (code, out) == (2, "")
@@ -208,7 +217,7 @@ def test_interruptions_have_exit_codes_and_no_traceback(run, monkeypatch, error,
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(generate, "load_engine", fail)
+    monkeypatch.setattr(startup, "load_engine", fail)
     got, out, err = run("--prompt", "x")
     assert (got, out) == (code, "")
     assert words in err
@@ -219,7 +228,7 @@ def test_a_defect_is_not_hidden(run, monkeypatch):
     def fail(*_):
         raise RuntimeError("broken invariant")
 
-    monkeypatch.setattr(generate, "load_engine", fail)
+    monkeypatch.setattr(startup, "load_engine", fail)
     with pytest.raises(RuntimeError, match="broken invariant"):
         run("--prompt", "x")
 
@@ -238,7 +247,7 @@ def test_pinned_memory_limit_follows_the_models_size(monkeypatch):
 OPENING = """
 import os, sys
 from jax._src import xla_bridge
-from oled_jax.load import open_model
+from oled_jax.loading import open_model
 open_model(sys.argv[1])
 assert not xla_bridge.backends_are_initialized(), "the backend started before its settings were made"
 """

@@ -62,6 +62,13 @@ def test_largest_capacity_never_exceeds_the_number_of_experts():
     assert plan(device_free=None, host_free=None).largest_capacity == E
 
 
+def test_a_batch_multiplies_cache_and_activations_and_is_named_where_it_does_not_fit():
+    assert plan(batch=32).kv_bytes == 32 * plan().kv_bytes
+    assert plan(batch=32).activation_bytes > 16 * plan().activation_bytes
+    with pytest.raises(UsageError, match="or the batch"):
+        plan(batch=32, device_free=plan(batch=32).trunk_bytes).require_fit()
+
+
 def test_nothing_fits():
     made = plan(device_free=plan().trunk_bytes)
     assert made.largest_capacity == 0

@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 from profile_schema import SCHEMA
 
-from oled_jax import generate, load, profile
+from oled_jax import generate, loading, profile
 from oled_jax.cost import lookup, measure
 from oled_jax.cost.profile import profile_from_json
 from oled_jax.machine import CACHE_VARIABLE, MEMORY_FRACTION_VARIABLE
@@ -117,13 +117,13 @@ def test_nothing_is_measured_where_every_miss_is_transferred(run, generation, mo
 
 def test_policies_get_the_measured_costs(run, generation, monkeypatch):
     seen = []
-    make_policy = load.make_policy
+    make_policy = loading.make_policy
 
     def record(spec, context):
         seen.append(context.costs)
         return make_policy(spec, context)
 
-    monkeypatch.setattr(load, "make_policy", record)
+    monkeypatch.setattr(loading, "make_policy", record)
     monkeypatch.setattr(lookup, "save_profile", lambda saved: seen.append(saved.costs))
     assert run(generate, *generation, *CPU)[0] == 0
     assert len(seen) == 3

@@ -12,7 +12,7 @@ from statistics_schema import SCHEMA
 from oled_jax.config import DecodingConfig
 from oled_jax.decoding_options import effective_settings
 from oled_jax.errors import UsageError
-from oled_jax.load import CacheOptions, RunShape, load_engine, open_model, plan_run
+from oled_jax.loading import CacheOptions, RunShape, load_engine, open_model, plan_run
 from oled_jax.report import (
     GROUPS,
     Request,

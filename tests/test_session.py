@@ -30,9 +30,17 @@ def test_the_cache_holds_the_canvas_and_every_chunk_of_the_prompt(block_length):
         capacity = kv_capacity([second, first], decoding(block_length, gen_length))
         longest = max(first, second)
         assert capacity >= longest + gen_length
-        whole, chunk = longest // block_length * block_length, prefill_chunk(longest, block_length)
+        whole, chunk = longest // block_length * block_length, prefill_chunk(longest, block_length, 2)
         assert capacity >= max(range(0, whole, chunk), default=-chunk) + chunk
         assert capacity % block_length == 0
+        waiting = kv_capacity([second, first, 0], decoding(block_length, gen_length), 2)
+        assert waiting >= longest + gen_length + chunk, "idle chunks of a prompt land behind the text"
+
+
+def test_the_rows_of_a_batch_divide_a_prefill_pass_between_them():
+    assert prefill_chunk(5000, 32, 5) == 128  # a power of two blocks, as every chunk
+    assert prefill_chunk(5000, 32, 32) == prefill_chunk(5000, 32, 64) == 32
+    assert prefill_chunk(20, 32, 4) == 32
 
 
 def test_lengths_near_each_other_share_a_capacity():

@@ -4,6 +4,7 @@ For tests of the commands and of what they load, where the text does not matter.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ RAW_CONFIG: dict[str, Any] = {
     "mask_token_id": MASK_ID, "eos_token_id": EOS_ID,
 }  # fmt: skip
 GENERATION_CONFIG: dict[str, Any] = {"gen_length": 64, "block_length": 16, "steps": 16, "threshold": 0.5}
+CHAT_TEMPLATE = "{% for m in messages %}({{ m['role'] }}){{ m['content'] }}{% endfor %}:"
 
 
 def model_config(dtype: str = "float32") -> ModelConfig:
@@ -44,6 +46,15 @@ def write_tiny_model(directory: Path) -> Path:
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(described), encoding="utf-8")
+    return directory
+
+
+def write_talking_model(tiny: Path, directory: Path) -> Path:
+    """A copy of a tiny model with a chat template; returns the directory."""
+    shutil.copytree(tiny, directory)
+    file = directory / "tokenizer_config.json"
+    described = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**described, "chat_template": CHAT_TEMPLATE}), encoding="utf-8")
     return directory
 
 

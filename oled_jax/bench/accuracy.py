@@ -32,7 +32,7 @@ from oled_jax.demo.items import Item
 from oled_jax.demo.questions import is_multiple_choice
 from oled_jax.engine import Engine
 from oled_jax.errors import UsageError
-from oled_jax.load import RunShape, load_engine, open_model, plan_run
+from oled_jax.loading import RunShape, load_engine, open_model, plan_run
 from oled_jax.machine import describe_machine, use_compilation_cache
 from oled_jax.passes import PassKind
 from oled_jax.report import GROUPS, STDOUT, cache_line, cache_object, check_json_target, write_json
@@ -139,7 +139,7 @@ def command(argv: Sequence[str]) -> None:
     cache = cache_options(options)
     check_json_target(options.json)
     items = _items(options)
-    model = open_model(options.model, options.dtype)
+    model = open_model(options.model, options.dtype, options.family)
     if not model.codec.has_chat_template:
         raise UsageError(f"model {model.label} has no chat template: the questions need one")
     decoding = decoding_options(options, model)

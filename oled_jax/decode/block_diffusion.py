@@ -1,7 +1,8 @@
 """The block loop: runs passes through a `Denoiser` and lets every row decide what is written.
 
-Owns the order of passes and the clock. What is written is the rule's decision (`unmask.py`), a row's progress
-is the row's (`row.py`), the model and its KV cache are the denoiser's. NumPy only.
+Owns the order of passes, and who is in the batch: a row that has ended leaves its place to the next that waits
+(`seats.py`). What is written is the rule's decision (`unmask.py`), a row's progress is the row's (`row.py`), the
+model and its KV cache are the denoiser's. NumPy only.
 
 The text is that of the published `generate` functions (REFERENCE sections 6, 7 and 10), with these deliberate
 differences. For every family:
@@ -34,7 +35,7 @@ A mask token in the prompt of a model with blocks is as in the reference: it sta
 decoded in the block that prompt and answer share.
 """
 
-import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -42,9 +43,10 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from oled_jax.config import DecodingConfig
-from oled_jax.decode.events import BlockEvent, Event, FinishEvent, Result
+from oled_jax.decode.events import BlockEvent, Event
 from oled_jax.decode.registry import acceptance_rule
 from oled_jax.decode.row import Row, Step
+from oled_jax.decode.seats import Clock, Seat
 from oled_jax.decode.unmask import AcceptanceRule
 from oled_jax.errors import UsageError
 from oled_jax.passes import PassKind, PassOutcome
@@ -63,13 +65,16 @@ class Prediction(NamedTuple):
 
 @runtime_checkable
 class Denoiser(Protocol):
-    """A model with its KV cache, for one batch."""
+    """A model with its KV cache, for one batch. The places of the batch are the first axis of all arrays."""
+
+    def enter(self, place: int, request: int) -> None:
+        """Prompt number `request` takes a place, for good or until another takes it."""
 
     def prefill(self, tokens: Int32[np.ndarray, "B P"], lengths: Int32[np.ndarray, " B"]) -> None:
-        """Whole prompt blocks into the KV cache; returns when they are there.
+        """Whole prompt blocks of requests that just entered into the KV cache; returns when they are there.
 
-        Called at most once, before any `forward`, and not at all if every length is 0. `lengths` are
-        multiples of the block length and may be 0; what follows a row's length is padding (the mask token).
+        Not called if every length is 0. `lengths` are multiples of the block length, 0 for every place whose
+        cache must stay as it is; what follows a row's length is padding (the mask token).
         """
 
     def forward(
@@ -106,72 +111,96 @@ class BlockDiffusion:
         self._config = config
         self._rule = acceptance_rule(config) if rule is None else rule
 
-    def run(self, prompts: Sequence[Sequence[int]]) -> Iterator[Event]:
+    def run(self, prompts: Sequence[Sequence[int]], places: int | None = None) -> Iterator[Event]:
         """Decodes; yields each event as it happens, `FinishEvent` last of its row.
 
         Ends: a row is in one block at a time, the rule bounds the passes over a block (`unmask.py`), at most
         one commit follows, and a row has ceil((P + gen_length) / L) blocks.
+
+        Args:
+          prompts: token ids.
+          places: rows of the batch; while all are taken prompts wait, in order. None: as many as prompts.
 
         Raises:
           UsageError: at once, if a prompt is not a sequence of token ids.
           RuntimeError: the denoiser returned a mask token or a confidence that is not a number.
         """
         ids = [token_ids(index, prompt) for index, prompt in enumerate(prompts)]
-        return self._generate([Row(i, prompt, self._config, self._rule) for i, prompt in enumerate(ids)])
+        rows = deque(Row(i, prompt, self._config, self._rule) for i, prompt in enumerate(ids))
+        return self._generate(rows, len(rows) if places is None else min(places, len(rows)))
 
-    def _generate(self, rows: list[Row]) -> Iterator[Event]:
-        clock = _Clock()
-        self._prefill(rows)
-        prefill_s = clock.elapsed()
-        first_block_s: dict[int, float] = {}
-        yield from clock.outside([_finish(row, prefill_s, None, prefill_s) for row in rows if row.finished])
-        while active := [row for row in rows if not row.finished]:
-            steps = self._pass(rows, active)
+    def _generate(self, waiting: deque[Row], places: int) -> Iterator[Event]:
+        clock = Clock()
+        seats: list[Seat | None] = [None] * places
+        while waiting or any(seat is not None for seat in seats):
+            self._fill(seats, waiting, clock)
+            taken = [seat for seat in seats if seat is not None]
+            running = [seat for seat in taken if not seat.row.finished]
+            steps = self._pass(running, places) if running else {}
             now = clock.elapsed()
             events: list[Event] = []
-            for row in active:
-                events += steps[row.index].events
-                if any(isinstance(event, BlockEvent) for event in steps[row.index].events):
-                    first_block_s.setdefault(row.index, now)
-                if row.finished:
-                    events.append(_finish(row, prefill_s, first_block_s[row.index], now))
+            for seat in taken:
+                if seat.place in steps:
+                    events += steps[seat.place].events
+                    if any(isinstance(event, BlockEvent) for event in steps[seat.place].events):
+                        seat.end_block(now)
+                if seat.row.finished:
+                    events.append(seat.finish(now))
+                    seats[seat.place] = None
             yield from clock.outside(events)
 
-    def _prefill(self, rows: list[Row]) -> None:
-        lengths = np.array([row.prefill_length for row in rows], np.int32)
+    def _fill(self, seats: list[Seat | None], waiting: deque[Row], clock: Clock) -> None:
+        """Gives free places to waiting rows, whose prompts then go into the KV cache together."""
+        entered = []
+        for place, seat in enumerate(seats):
+            if seat is None and waiting:
+                entered.append(Seat(place, waiting.popleft(), clock.elapsed()))
+                seats[place] = entered[-1]
+                self._denoiser.enter(place, entered[-1].row.index)
+        self._prefill(entered, len(seats))
+        now = clock.elapsed()
+        for seat in entered:
+            seat.prefilled_s = now
+
+    def _prefill(self, entered: list[Seat], places: int) -> None:
+        lengths = np.zeros(places, np.int32)
+        for seat in entered:
+            lengths[seat.place] = seat.row.prefill_length
         if not lengths.any():
             return
-        tokens = np.full((len(rows), lengths.max()), self._config.mask_id, np.int32)
-        for row, length in zip(rows, lengths, strict=True):
-            tokens[row.index, :length] = row.canvas[:length]
-            row.passes[PassKind.PREFILL] += bool(length)
+        tokens = np.full((places, lengths.max()), self._config.mask_id, np.int32)
+        for seat in entered:
+            length = seat.row.prefill_length
+            tokens[seat.place, :length] = seat.row.canvas[:length]
+            seat.row.passes[PassKind.PREFILL] += bool(length)
         self._denoiser.prefill(tokens, lengths)
 
-    def _pass(self, rows: list[Row], active: list[Row]) -> dict[int, Step]:
-        """One forward pass for the whole batch and its consequences, one `Step` per active row."""
-        shape = (len(rows), self._config.block_length)
+    def _pass(self, running: list[Seat], places: int) -> dict[int, Step]:
+        """One forward pass for the whole batch and its consequences, one `Step` for each place that runs."""
+        shape = (places, self._config.block_length)
         tokens = np.full(shape, self._config.mask_id, np.int32)
-        is_prompt, starts = np.zeros(shape, bool), np.zeros(len(rows), np.int32)
-        running, commit = np.zeros(len(rows), bool), np.zeros(len(rows), bool)
-        for row in active:
-            tokens[row.index], is_prompt[row.index] = row.window, row.is_prompt
-            starts[row.index], running[row.index] = row.start, True
-            commit[row.index] = row.kind is PassKind.COMMIT
-        kind = _kind_of_pass([row.kind for row in active])
-        prediction = self._denoiser.forward(kind, tokens, starts, running, commit, is_prompt)
-        self._check(prediction, running & ~commit)
+        is_prompt, starts = np.zeros(shape, bool), np.zeros(places, np.int32)
+        active, commit = np.zeros(places, bool), np.zeros(places, bool)
+        for seat in running:
+            row, place = seat.row, seat.place
+            tokens[place], is_prompt[place] = row.window, row.is_prompt
+            starts[place], active[place] = row.start, True
+            commit[place] = row.kind is PassKind.COMMIT
+        kind = _kind_of_pass([seat.row.kind for seat in running])
+        prediction = self._denoiser.forward(kind, tokens, starts, active, commit, is_prompt)
+        self._check(prediction, active & ~commit)
         after, confidence = tokens.copy(), np.ones(shape, np.float32)
         written, edited = np.zeros(shape, bool), np.zeros(shape, bool)
         steps = {}
-        for row in active:
-            step = _advance(row, prediction)
-            after[row.index], confidence[row.index] = step.tokens_after, step.confidence
-            written[row.index], edited[row.index] = step.written, step.edited
-            steps[row.index] = step
-        masked = (tokens == self._config.mask_id) & running[:, None]
+        for seat in running:
+            place, step = seat.place, _advance(seat, prediction)
+            after[place], confidence[place] = step.tokens_after, step.confidence
+            written[place], edited[place] = step.written, step.edited
+            steps[place] = step
+        masked = (tokens == self._config.mask_id) & active[:, None]
         outcome = PassOutcome(
             kind=kind, tokens_before=tokens, tokens_after=after, written=written, edited=edited,
-            masked_before=masked, confidence=confidence, active=running, starts=starts,
+            masked_before=masked, confidence=confidence, active=active, starts=starts,
         )  # fmt: skip
         self._denoiser.end_pass(outcome)
         return steps
@@ -189,11 +218,12 @@ class BlockDiffusion:
                 raise RuntimeError(f"row {row}: the model's probabilities are NaN (damaged weights or overflow)")
 
 
-def _advance(row: Row, prediction: Prediction | None) -> Step:
+def _advance(seat: Seat, prediction: Prediction | None) -> Step:
+    place, row = seat.place, seat.row
     if row.kind is PassKind.COMMIT or prediction is None:
         return row.commit()
-    entropy = None if prediction.entropy is None else prediction.entropy[row.index].copy()
-    return row.accept(prediction.tokens[row.index].copy(), prediction.confidence[row.index].copy(), entropy)
+    entropy = None if prediction.entropy is None else prediction.entropy[place].copy()
+    return row.accept(prediction.tokens[place].copy(), prediction.confidence[place].copy(), entropy)
 
 
 def _kind_of_pass(kinds: Sequence[PassKind]) -> PassKind:
@@ -202,21 +232,6 @@ def _kind_of_pass(kinds: Sequence[PassKind]) -> PassKind:
         if kind in kinds:
             return kind
     return PassKind.COMMIT
-
-
-def _finish(row: Row, prefill_s: float, first_block_s: float | None, now: float) -> FinishEvent:
-    output = row.output
-    result = Result(
-        output_ids=output,
-        canvas=row.canvas.copy(),
-        finish=row.finish,
-        passes=dict(row.passes),
-        ttft_prefill_s=prefill_s,
-        ttft_block_s=first_block_s,
-        decode_s=now - prefill_s,
-        tpot_s=(now - prefill_s) / len(output) if output else None,
-    )
-    return FinishEvent(row=row.index, result=result)
 
 
 def token_ids(index: int, prompt: object) -> Int32[np.ndarray, " P"]:
@@ -233,18 +248,3 @@ def token_ids(index: int, prompt: object) -> Int32[np.ndarray, " P"]:
     if outside.size:
         raise UsageError(f"prompt {index}: {ids[outside[0]]} at position {outside[0]} is not a token id")
     return ids.astype(np.int32)
-
-
-class _Clock:
-    """Seconds since it was made, without the time that the consumer of the events takes."""
-
-    def __init__(self) -> None:
-        self._origin = time.perf_counter()
-
-    def elapsed(self) -> float:
-        return time.perf_counter() - self._origin
-
-    def outside(self, events: Sequence[Event]) -> Iterator[Event]:
-        paused_at = time.perf_counter()
-        yield from events
-        self._origin += time.perf_counter() - paused_at

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from oled_jax.passes import PassKind
+from oled_jax.passes import CacheShare, PassKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,21 +62,25 @@ class Result:
       canvas: the whole working sequence, prompt included. Holds masks where an eos made decoding stop.
       finish: "eos" if the output ends with eos, else "length".
       passes: passes this row took part in, by kind. PREFILL counts the prompt pass as one.
-      ttft_prefill_s: start of the run to the end of the prompt pass.
-      ttft_block_s: start of the run to the first finished block; None if there is none.
+      waited_s: start of the run to the row's entering the batch.
+      ttft_prefill_s: entering the batch to the end of the prompt pass.
+      ttft_block_s: entering the batch to the first finished block; None if there is none.
       decode_s: end of the prompt pass to the end of this row.
       tpot_s: decode_s / number of output tokens, eos included; None for an empty output.
         Times leave out what the consumer of the events spends between them.
+      share: what of the expert cache's figures is this row's; None where no engine counted.
     """
 
     output_ids: tuple[int, ...]
     canvas: Int32[np.ndarray, " S"]
     finish: Literal["eos", "length"]
     passes: dict[PassKind, int]
+    waited_s: float = 0.0
     ttft_prefill_s: float
     ttft_block_s: float | None
     decode_s: float
     tpot_s: float | None
+    share: CacheShare | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -96,17 +96,17 @@ def filter_logits(
 def row_keys(
     seed: Integer[Array, ""] | int,
     requests: Int32[Array, " B"] | Int32[np.ndarray, " B"],
-    pass_index: Integer[Array, ""] | int,
+    pass_index: Integer[Array, "*B"] | int,
 ) -> Key[Array, " B"]:
     """One random key per row, from (seed, request, pass): independent of the other rows of the batch.
 
     Args:
       requests: what tells two equal prompts apart (`request_numbers`).
-      pass_index: forward passes of this run before this one; every active row takes part in each, so it is
-        the row's own.
+      pass_index: passes over the row's blocks before this one, of each row or of all.
     """
-    key = jax.random.fold_in(jax.random.key(seed), pass_index)
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, requests)
+    passes = jnp.broadcast_to(jnp.asarray(pass_index), jnp.shape(requests))
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), passes)
+    return jax.vmap(jax.random.fold_in)(keys, requests)
 
 
 def request_numbers(prompts: Sequence[Sequence[Hashable]]) -> Int32[np.ndarray, " B"]:

@@ -49,6 +49,7 @@ class Family:
       rules: acceptance rules that the models can be decoded with (`decode/registry.py`).
       decoding_keys: keys of `config.json` and `generation_config.json` that set a field of `DecodingConfig`.
       chat_template: takes the place of the tokenizer's, if the published code does not use that.
+      modes: named sets of such fields that the model card offers to choose from.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Family:
     rules: tuple[str, ...]
     decoding_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     chat_template: str | None = None
+    modes: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=8)

@@ -169,4 +169,8 @@ LLADA21 = dataclasses.replace(
         "block_length": 32, "threshold": 0.7, "temperature": 0.0, "editing": True, "editing_threshold": 0.5,
     },
     rules=("edit",),
+    modes={
+        "quality": {"threshold": 0.7, "editing_threshold": 0.5},
+        "speed": {"threshold": 0.5, "editing_threshold": 0.0},
+    },
 )  # fmt: skip

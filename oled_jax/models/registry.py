@@ -13,8 +13,8 @@ from oled_jax.models.family import Family, StatePath, TrunkTensor, abstract_trun
 from oled_jax.models.random_init import random_arrays
 
 __all__ = [
-    "FAMILIES", "Family", "StatePath", "TrunkTensor", "assemble", "config_from_hf", "family_named",
-    "family_of", "random_trunk",
+    "FAMILIES", "Family", "StatePath", "TrunkTensor", "assemble", "config_from_hf", "decoding_modes",
+    "family_named", "family_of", "random_trunk", "siblings",
 ]  # fmt: skip
 
 FAMILIES: tuple[Family, ...] = (llada2.LLADA2, llada2.LLADA21, sdar.SDAR, rnd1.RND1)
@@ -36,6 +36,17 @@ def family_named(name: str) -> Family:
         if family.name == name:
             return family
     raise UsageError(f"model family {name!r} is unknown, known are: {', '.join(f.name for f in FAMILIES)}")
+
+
+def siblings(family: Family) -> tuple[Family, ...]:
+    """Families whose checkpoints are the same network and tensors, the family itself included."""
+    shared = family.build, family.trunk_tensors, family.expert_name
+    return tuple(other for other in FAMILIES if (other.build, other.trunk_tensors, other.expert_name) == shared)
+
+
+def decoding_modes() -> tuple[str, ...]:
+    """Every name of a mode that some family has."""
+    return tuple(dict.fromkeys(name for family in FAMILIES for name in family.modes))
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:

@@ -17,18 +17,21 @@ from oled_jax.config import ModelConfig, RopeScaling
 
 
 def rotary_tables(
-    config: ModelConfig, positions: Int[Array, "B T"], sequence_length: int | Int[Array, ""] | None = None
+    config: ModelConfig, positions: Int[Array, "B T"], sequence_length: int | Int[Array, "*B"] | None = None
 ) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
     """Cosines and sines in float32, half-split layout: columns j and j + R/2 share a frequency.
 
     Args:
       config: R is its `rotary_dim`.
       positions: absolute positions.
-      sequence_length: what "dynamic" and "longrope" choose by; the largest position + 1 where not given.
+      sequence_length: what "dynamic" and "longrope" choose by, of each row or of all; the largest position + 1
+        where not given.
     """
     if sequence_length is None:
         sequence_length = jnp.max(positions) + 1
     frequencies = inverse_frequencies(config, sequence_length)
+    if frequencies.ndim == 2:
+        frequencies = frequencies[:, None]
     angles = positions.astype(jnp.float32)[..., None] * frequencies
     angles = jnp.concatenate([angles, angles], axis=-1)
     factor = attention_factor(config)
@@ -49,8 +52,8 @@ def apply_rotary(
     return jnp.concatenate([turned * cos + jnp.concatenate([-b, a], axis=-1) * sin, kept], axis=-1)
 
 
-def inverse_frequencies(config: ModelConfig, sequence_length: int | Int[Array, ""]) -> Float[Array, " half"]:
-    """The R/2 angles per position, float32."""
+def inverse_frequencies(config: ModelConfig, sequence_length: int | Int[Array, "*B"]) -> Float[Array, "*B2 half"]:
+    """The R/2 angles per position, float32; of each row where they depend on its length."""
     scaling = config.rope_scaling
     plain = 1.0 / _base_powers(config.rope_theta, config.rotary_dim)
     if scaling is None or scaling.rope_type == "default":
@@ -98,12 +101,12 @@ def _base_powers(theta: float, rotary_dim: int) -> np.ndarray:
     return np.float32(theta) ** exponents
 
 
-def _dynamic(config: ModelConfig, factor: float, sequence_length: int | Int[Array, ""]) -> Float[Array, " half"]:
+def _dynamic(config: ModelConfig, factor: float, sequence_length: int | Int[Array, "*B"]) -> Float[Array, "*B half"]:
     R, limit = config.rotary_dim, config.max_position_embeddings
     length = jnp.maximum(jnp.asarray(sequence_length, jnp.float32), limit)
     stretch = factor * length / limit - (factor - 1.0)
     base = config.rope_theta * stretch ** (R / (R - 2))
-    return 1.0 / base ** (jnp.arange(0, R, 2, dtype=jnp.float32) / R)
+    return 1.0 / base[..., None] ** (jnp.arange(0, R, 2, dtype=jnp.float32) / R)
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:
@@ -142,10 +145,10 @@ def _llama3(scaling: RopeScaling, plain: np.ndarray) -> np.ndarray:
 
 
 def _longrope(
-    config: ModelConfig, scaling: RopeScaling, plain: np.ndarray, sequence_length: int | Int[Array, ""]
-) -> Float[Array, " half"]:
+    config: ModelConfig, scaling: RopeScaling, plain: np.ndarray, sequence_length: int | Int[Array, "*B"]
+) -> Float[Array, "*B half"]:
     """Long factors once the sequence outgrows the original length (only the file's top level sets that)."""
     original = config.original_max_position_embeddings or config.max_position_embeddings
     short = plain / np.asarray(scaling.short_factor, np.float32)
     long = plain / np.asarray(scaling.long_factor, np.float32)
-    return jnp.where(jnp.asarray(sequence_length) > original, long, short)
+    return jnp.where(jnp.asarray(sequence_length)[..., None] > original, long, short)

@@ -95,7 +95,7 @@ class Trunk(nnx.Module):
         starts: Int[Array, " B"] | None = None,
         experts: Experts | None = None,
         carry: Any = None,
-        sequence_length: int | Int[Array, ""] | None = None,
+        sequence_length: int | Int[Array, "*B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None, Any]:
         """Hidden states after the final norm, the updated cache, and the carry of the last MoE layer.
 

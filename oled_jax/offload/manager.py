@@ -18,6 +18,7 @@ from oled_jax.offload.cpu_experts.base import CpuExperts, CpuWork
 from oled_jax.offload.plan import MAX_PREFETCHES, PlanLayout
 from oled_jax.offload.residency import Residency
 from oled_jax.offload.schedule import Move, PlacedLayer, place, write_plan
+from oled_jax.offload.shares import CacheShares
 from oled_jax.offload.statistics import CacheStatistics
 from oled_jax.ops.grouping import ItemShape
 from oled_jax.passes import PassKind
@@ -69,6 +70,7 @@ class CacheManager:
         self.failure: BaseException | None = None
         self.idle = False  # passes run, but nothing is planned or counted
         self.overlapping = False  # set by the engine: the carrier moves pages beside the arithmetic
+        self.shares: CacheShares | None = None  # of the run that goes on
         self.recorder: TraceRecorder | None = None  # is told what was routed; the rest it hears from the engine
         self._buffers: dict[int, _PassBuffers] = {}
         self._loads = np.zeros(context.num_experts, np.int64)  # of the layer that is being planned
@@ -299,6 +301,8 @@ class CacheManager:
 
     def _count(self, routing: LayerRouting, decision: Decision) -> None:
         layer, kind, hits, to_gpu = routing.layer, routing.info.kind, routing.hits, decision.to_gpu
+        if self.shares is not None:
+            self.shares.add(routing.expert_ids, routing.info.token_mask, routing.resident, to_gpu)
         self.statistics.routed(kind, layer, hits, to_gpu, decision.keep)
         self.statistics.add(
             kind,

@@ -45,12 +45,14 @@ class TraceRecorder:
         self._writer = writer
         self._num_requests = 0
         self._prompts: list[np.ndarray] = []
+        self._requests: dict[int, int] = {}  # of each place of the batch
         self._new_blocks = 0
         self._pass: _OpenPass | None = None
 
-    def begin_request(self, prompt_ids: Int[np.ndarray, " P"]) -> None:
-        """A request starts. The B requests that started last are the rows of the passes that follow."""
+    def begin_request(self, prompt_ids: Int[np.ndarray, " P"], place: int) -> None:
+        """A request starts, in this place of the batch."""
         self._prompts.append(np.array(prompt_ids, np.int32))
+        self._requests[place] = self._num_requests
         self._num_requests += 1
 
     def begin_block(self) -> None:
@@ -69,7 +71,7 @@ class TraceRecorder:
         header = self.header
         routes = header.num_layers, info.token_mask.size, header.top_k
         self._pass = _OpenPass(
-            request_ids=np.arange(self._num_requests - starts.size, self._num_requests, dtype=np.int32),
+            request_ids=np.array([self._requests[place] for place in range(starts.size)], np.int32),
             block_starts=np.array(starts, np.int32),
             info=_copied(info),
             expert_ids=np.empty(routes, np.int32),

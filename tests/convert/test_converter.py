@@ -12,7 +12,7 @@ from engines import GREEDY, build, run
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from oled_jax import load
+from oled_jax import loading
 from oled_jax.convert.__main__ import main
 from oled_jax.convert.checkpoint import ConvertedCheckpoint, open_checkpoint
 from oled_jax.convert.hf import HfCheckpoint
@@ -206,10 +206,10 @@ def test_companion_files_go_along(golden, tmp_path):
 def test_open_model_takes_either(golden, tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     convert(golden / "llada2-tiny", tmp_path / "there", "--dtype", "float16")
-    opened = load.open_model(str(tmp_path / "there"))
+    opened = loading.open_model(str(tmp_path / "there"))
     assert opened.config.dtype == "float16"
     assert isinstance(opened.weights, ConvertedCheckpoint)
-    assert load.open_model(str(tmp_path / "there"), "float32").config.dtype == "float32"
+    assert loading.open_model(str(tmp_path / "there"), "float32").config.dtype == "float32"
 
 
 def test_checksums_are_those_of_the_source_files(golden, tmp_path):

@@ -36,7 +36,7 @@ report(before)
 """
 LOAD = """
 import jax
-from oled_jax.load import CacheOptions, RunShape, load_engine, open_model, plan_run
+from oled_jax.loading import CacheOptions, RunShape, load_engine, open_model, plan_run
 from oled_jax.config import DecodingConfig
 jax.devices()
 before = resident()

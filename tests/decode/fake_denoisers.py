@@ -79,12 +79,18 @@ class FakeDenoiser:
         self.calls: list[dict[str, Any]] = []
         self.outcomes: list[PassOutcome] = []
         self.prefills = 0
+        self.entered: list[tuple[int, int]] = []
+        self.passes_at_entry: list[int] = []
         self._cache: np.ndarray | None = None
 
     def _cache_for(self, B: int) -> np.ndarray:
         if self._cache is None:
             self._cache = np.full((B, self._length), -1, np.int32)
         return self._cache
+
+    def enter(self, place: int, request: int) -> None:
+        self.entered.append((place, request))
+        self.passes_at_entry.append(len(self.outcomes))
 
     def prefill(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         self.prefills += 1
@@ -131,11 +137,11 @@ class ReplayDenoiser(FakeDenoiser):
 
 
 def decode(
-    prompts: Sequence[Sequence[int]], config: DecodingConfig, denoiser: Any = None
+    prompts: Sequence[Sequence[int]], config: DecodingConfig, denoiser: Any = None, places: int | None = None
 ) -> tuple[list[Event], dict[int, Result]]:
     """Runs to the end: all events, and the result of every row."""
     denoiser = FakeDenoiser() if denoiser is None else denoiser
-    events = list(BlockDiffusion(denoiser, config).run(prompts))
+    events = list(BlockDiffusion(denoiser, config).run(prompts, places))
     return events, {e.row: e.result for e in events if isinstance(e, FinishEvent)}
 
 

@@ -56,6 +56,26 @@ def test_a_batch_of_unequal_rows_equals_each_alone(editing: bool) -> None:
 
 
 @pytest.mark.parametrize("editing", EDITING)
+@pytest.mark.parametrize("places", [1, 2, 4])
+def test_rows_that_wait_for_a_place_become_what_they_are_alone(editing: bool, places: int) -> None:
+    rng = np.random.default_rng(2)
+    settings = random_config(rng, editing=editing)
+    prompts = [random_prompt(rng) for _ in range(7)]
+    denoiser = FakeDenoiser()
+    _, results = decode(prompts, settings, denoiser, places)
+    assert [request for _, request in denoiser.entered] == list(range(7))
+    assert {place for place, _ in denoiser.entered} == set(range(places))
+    assert {len(call["tokens"]) for call in denoiser.calls} == {places}
+    for row, prompt in enumerate(prompts):
+        result = decode([prompt], settings)[1][0]
+        assert results[row].output_ids == result.output_ids
+        assert results[row].passes == result.passes
+        assert (results[row].waited_s > 0) or row < places
+    before_the_last_entered = denoiser.outcomes[: denoiser.passes_at_entry[-1]]
+    assert all(outcome.active.all() for outcome in before_the_last_entered), "a place was idle while a request waited"
+
+
+@pytest.mark.parametrize("editing", EDITING)
 @pytest.mark.parametrize("gen_length", [1, 3, 4, 5, 11])
 def test_lengths_around_the_block_boundary(editing: bool, gen_length: int) -> None:
     settings = config(editing=editing, eos_id=-1, gen_length=gen_length)

@@ -9,10 +9,10 @@ import engines
 import jax
 import pytest
 
-from oled_jax import generate, load
+from oled_jax import generate, loading
 from oled_jax.config import DecodingConfig
 from oled_jax.demo.shipped import LABEL, NEEDED, check_model_dir, demo_model_dir
-from oled_jax.load import open_model
+from oled_jax.loading import open_model
 from oled_jax.machine import CACHE_VARIABLE, MEMORY_FRACTION_VARIABLE
 from oled_jax.passes import PassKind
 
@@ -103,7 +103,7 @@ def test_a_bad_file_is_one_line_with_the_way_back(name, harm, monkeypatch, tmp_p
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-40])
-    monkeypatch.setattr(load, "demo_model_dir", functools.partial(check_model_dir, copy))
+    monkeypatch.setattr(loading, "demo_model_dir", functools.partial(check_model_dir, copy))
     assert generate.main(["--prompt", "x"]) == 2
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()

@@ -14,7 +14,7 @@ from oled_jax.demo.families import DEMO_FAMILIES, held_out_items
 from oled_jax.demo.items import Item
 from oled_jax.demo.training.vocabulary import EOS_ID, MASK_ID
 from oled_jax.engine import Engine
-from oled_jax.load import CacheOptions, RunShape, load_engine, open_model, plan_run
+from oled_jax.loading import CacheOptions, RunShape, load_engine, open_model, plan_run
 from oled_jax.text import TextCodec
 from oled_jax.traces.files import open_trace
 from oled_jax.traces.locality_meter import measure_locality

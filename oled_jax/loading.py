@@ -17,13 +17,13 @@ from oled_jax.convert.hub import resolve_model
 from oled_jax.cost.lookup import profile_for
 from oled_jax.cost.measure import profile_key
 from oled_jax.cost.profile import UNMEASURED
-from oled_jax.decode.whole_text import text_capacity
+from oled_jax.decode.whole_text import rounded_up, text_capacity
 from oled_jax.demo.shipped import LABEL, demo_model_dir
 from oled_jax.engine import Engine, WeightSource, load_offloaded, load_resident
 from oled_jax.errors import UsageError
 from oled_jax.machine import device_free_bytes, host_free_bytes, is_unified, prepare_runtime
 from oled_jax.memory import MemoryPlan, page_bytes, plan_memory
-from oled_jax.models.registry import Family, family_named
+from oled_jax.models.registry import Family, family_named, siblings
 from oled_jax.offload.carriers.registry import AUTO as CARRIER_AUTO
 from oled_jax.offload.carriers.registry import choose
 from oled_jax.offload.cpu_experts.registry import AUTO
@@ -58,17 +58,20 @@ class OpenedModel:
         return family_named(self.config.family)
 
 
-def open_model(model: str | None, dtype: str | None = None) -> OpenedModel:
+def open_model(model: str | None, dtype: str | None = None, family: str | None = None) -> OpenedModel:
     """Finds and checks a model, and prepares JAX for its size. Must come before JAX starts its backend.
 
     Args:
       model: a directory or hub id; None: the trained model inside the package.
       dtype: of the weights; None: the checkpoint's.
+      family: name of the family to take it for, where `config.json` does not say; None: the one it says.
 
     Raises:
-      UsageError: there is no such model, or everything that is wrong with it.
+      UsageError: there is no such model, everything that is wrong with it, or the family is of another network.
     """
     opened = _open_shipped(dtype) if model is None else _open_checkpoint(resolve_model(model), model, dtype)
+    if family is not None:
+        opened = _as_family(opened, family)
     config = opened.config
     prepare_runtime(config.num_moe_layers * config.num_experts * page_bytes(config))
     return opened
@@ -89,6 +92,17 @@ def _open_checkpoint(directory: Path, label: str, dtype: str | None) -> OpenedMo
         codec=TextCodec.open(directory, checkpoint.family.chat_template),
         weights=checkpoint,
     )
+
+
+def _as_family(model: OpenedModel, name: str) -> OpenedModel:
+    """The same checkpoint as one of another family: published LLaDA2.1 files may say the model type of 2.0."""
+    possible = [family.name for family in siblings(model.family)]
+    if name not in possible:
+        raise UsageError(
+            f"--family {name}: model {model.label} says that it is {model.config.model_type}, which is another "
+            f"network; it can be read as {' or '.join(possible)}"
+        )
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, family=name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,16 +219,35 @@ class RunShape:
     block_length: int
 
     @classmethod
-    def of(cls, prompt_lengths: Sequence[int], decoding: DecodingConfig) -> "RunShape":
+    def of(cls, prompt_lengths: Sequence[int], decoding: DecodingConfig, batch: int | None = None) -> "RunShape":
+        """batch: rows, as for `Engine.stream`; None: all prompts at once."""
+        batch = min(batch or len(prompt_lengths), len(prompt_lengths))
         if decoding.whole_text:
             chunk = text_capacity(prompt_lengths, decoding)
-            return cls(batch=len(prompt_lengths), kv_positions=0, chunk=chunk, block_length=HEAD_POSITIONS)
+            return cls(batch=batch, kv_positions=0, chunk=chunk, block_length=HEAD_POSITIONS)
         return cls(
-            batch=len(prompt_lengths),
-            kv_positions=kv_capacity(prompt_lengths, decoding),
-            chunk=prefill_chunk(max(prompt_lengths, default=0), decoding.block_length),
+            batch=batch,
+            kv_positions=kv_capacity(prompt_lengths, decoding, batch),
+            chunk=prefill_chunk(max(prompt_lengths, default=0), decoding.block_length, batch),
             block_length=decoding.block_length,
         )
+
+    @classmethod
+    def reserved(
+        cls, positions: int, decoding: DecodingConfig, batch: int = 1, longest_chunk: int | None = None
+    ) -> "RunShape":
+        """For runs yet unknown, of at most so many tokens of prompt and answer together.
+
+        Room is kept for a chunk of a prompt beyond them, see `session.kv_capacity`.
+
+        Args:
+          longest_chunk: positions of a prompt pass at most; None: as for any run.
+        """
+        if decoding.whole_text:
+            return cls(batch=batch, kv_positions=0, chunk=rounded_up(positions + 1), block_length=HEAD_POSITIONS)
+        L = decoding.block_length
+        chunk = prefill_chunk(min(positions, longest_chunk or positions), L, batch)
+        return cls(batch=batch, kv_positions=rounded_up(positions + L + chunk), chunk=chunk, block_length=L)
 
 
 def plan_run(model: OpenedModel, cache: CacheOptions, shape: RunShape, device: jax.Device) -> MemoryPlan:
