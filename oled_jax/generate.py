@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def _generate(argv: Sequence[str] | None) -> None:
         for sentence in engine.cpu_experts.notes:
             note(f"note: {sentence}")
     settings = _settings(options, model, cache, decoding, shape, plan) | _engine_settings(engine)
-    with _recording(options, engine, model, decoding, settings):
+    with closing(engine), _recording(options, engine, model, decoding, settings):
         (result,) = engine.generate([prompt], decoding)
     if policy is not None:
         for sentence in policy.notes:

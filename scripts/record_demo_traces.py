@@ -2,10 +2,10 @@
 
     python scripts/record_demo_traces.py --out DIR [--items 40] [--batch 4]
 
-Writes DIR/chosen.trace from questions of the training split, on which constants may be chosen, and DIR/held-out.trace from
-held-out questions, of which tables are made. Both hold questions of all four families, shuffled, one request after the other;
-with --batch N a second pair, chosen-xN.trace and held-out-xN.trace, has N requests at a time. Every expert is resident
-meanwhile: a policy does not change what is routed.
+Writes DIR/chosen.trace from questions of the training split, on which constants may be chosen, and DIR/held-out.trace
+from held-out questions, of which tables are made. Both hold questions of all four families, shuffled, one request after
+the other; with --batch N a second pair, chosen-xN.trace and held-out-xN.trace, has N requests at a time. Every expert
+is resident meanwhile: a policy does not change what is routed.
 """
 
 import random

@@ -10,6 +10,8 @@ PRIOR = 5.0  # observations that the first values are worth
 OLDEST = 300  # passes; greater ages are one
 AGES = np.unique(np.round(1.25 ** np.arange(26)).astype(np.int64))  # where a group of ages begins; below: used just now
 RATES = np.array([0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.23, 0.32, 0.45, 0.65])
+STEPS = 200  # in which rates are looked up
+SAMPLE = 1024  # about as many experts teach the value table in a pass
 
 
 class LastingValue:
@@ -31,7 +33,10 @@ class LastingValue:
         self._last = np.full(shape, -OLDEST, np.int64)
         self._now = 0
         self._group_of_age = np.searchsorted(AGES, np.arange(OLDEST + 1), side="right")
+        self._group_of_rate = np.searchsorted(RATES, np.arange(STEPS + 1) / STEPS)
+        self._stride = max(1, num_layers * num_experts // SAMPLE)
         self._groups: Int[np.ndarray, "L E"] | None = None
+        self._rate_groups = np.zeros(shape, np.int64)
         self.active = np.zeros(shape)
         self.idle = np.zeros(shape)
         self._prepare()
@@ -42,14 +47,17 @@ class LastingValue:
 
     def restored(self) -> None:
         """The arrays hold what another had learned."""
+        self._look_up_rates()
         self._prepare()
 
     def _prepare(self) -> None:
         """Values for the next pass, [L, E]: of experts that it activates, and of those that it does not."""
         values = self.sums / self.weights
-        self._rate_groups = np.searchsorted(RATES, self.rate.ravel()).reshape(self.rate.shape)
         self.active = values[0][self._rate_groups]
         self.idle = values[self._age_groups(), self._rate_groups]
+
+    def _look_up_rates(self) -> None:
+        self._rate_groups = self._group_of_rate[(self.rate * STEPS).astype(np.int64)]
 
     def _age_groups(self) -> Int[np.ndarray, "L E"]:
         return self._group_of_age[np.minimum(self._now - self._last, OLDEST)]
@@ -60,19 +68,20 @@ class LastingValue:
         self.passes += 1
         pace = max(1 - 0.5 ** (1 / HALF_LIFE), 1 / (int(self.passes[0]) + 10))
         self.rate += pace * (activated - self.rate)
-        rate_groups = np.searchsorted(RATES, self.rate.ravel()).reshape(self.rate.shape)
-        groups = self._age_groups() * (RATES.size + 1) + rate_groups
+        self._look_up_rates()
+        groups = self._age_groups() * (RATES.size + 1) + self._rate_groups
         if self._groups is not None:
+            layers = slice(self._now % self._stride, None, self._stride)
             values = (self.sums / self.weights).ravel()
-            found = np.where(activated, 1.0, DISCOUNT * values[groups])
-            self._learn(self._groups.ravel(), found.ravel())
+            found = np.where(activated[layers], 1.0, DISCOUNT * values[groups[layers]])
+            self._learn(self._groups[layers].ravel(), found.ravel(), found.shape[0])
         self._groups = groups
         self._now += 1
         self._prepare()
 
-    def _learn(self, groups: Int[np.ndarray, " n"], found: Float[np.ndarray, " n"]) -> None:
-        """Adds the layers' observations, each layer as a part of one."""
-        share, size = 1.0 / self.rate.shape[0], self.sums.size
+    def _learn(self, groups: Int[np.ndarray, " n"], found: Float[np.ndarray, " n"], num_layers: int) -> None:
+        """Adds the observations of some layers, each layer as a part of one."""
+        share, size = 1.0 / max(num_layers, 1), self.sums.size
         self.sums *= FORGET
         self.weights *= FORGET
         self.sums += share * np.bincount(groups, found, size).reshape(self.sums.shape)

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Float
 
-from oled_jax.policies.allocation import UniformAllocation
+from oled_jax.policies.allocation import ADAPTING_PASSES, UniformAllocation
 from oled_jax.policies.base import Decision, IterationOutcome, LayerRouting, PageRequest, PolicyContext
+from oled_jax.policies.certainty import MissingCertainty
 from oled_jax.policies.composed import ComposedPolicy
 from oled_jax.policies.learned import LearnedFile, open_learned
 from oled_jax.policies.marginal import MarginalAllocation
@@ -23,18 +24,18 @@ from oled_jax.policies.token_table import TokenTable
 class OledPlusOptions:
     """allocation: marginal or uniform. dispatch, reuse_weight, swaps: as in `oled`.
 
-    stage: most pages fetched between two passes. certainty: how much likelier than the page it replaces a page must be
-    to be used by the next pass, to be fetched. tokens: most token ids remembered. table: off, cache (a file for this
-    model in the user's cache directory) or a file: what was learned is read from there at the start and written there
-    when the engine is closed.
+    stage: most pages fetched between two passes; 0: none, and token ids are not learned. certainty: how much likelier a
+    page must be to be used by the next pass than the one it replaces, to be fetched. tokens: most token ids remembered.
+    table: off, cache (a file for this model in the user's cache directory) or a file: what was learned is read from
+    there at the start and written there when the engine is closed.
     """
 
     allocation: Literal["marginal", "uniform"] = "marginal"
     dispatch: DispatchChoice = "auto"
     reuse_weight: float = 1.0
     swaps: int = 8
-    stage: int = 8
-    certainty: float = 0.9
+    stage: int = 0
+    certainty: float = 0.8
     tokens: int = 4096
     table: str = "off"
 
@@ -57,20 +58,24 @@ class OledPlusPolicy(ComposedPolicy):
 
     def __init__(self, options: OledPlusOptions, context: PolicyContext) -> None:
         shape = {"num_layers": context.num_layers, "num_experts": context.num_experts, "top_k": context.top_k}
-        self._reuse = ExpectedReuse(context, TokenTable(**shape, tokens=options.tokens))
+        dispatch = build_dispatch(context, options.dispatch, options.reuse_weight, options.swaps)
+        table = TokenTable(**shape, tokens=options.tokens) if options.stage else None
+        self._reuse = ExpectedReuse(context, table, as_shares=dispatch.uses_cpu)
         self._margins = MarginalAllocation(context) if options.allocation == "marginal" else None
         super().__init__(
             context,
             name="oled+",
             retention=self._reuse,
             allocation=self._margins or UniformAllocation(context),
-            dispatch=build_dispatch(context, options.dispatch, options.reuse_weight, options.swaps),
+            dispatch=dispatch,
         )
         self.options = options
         self._known = KnownResidents(context)
+        self._certainty = MissingCertainty(context.num_layers, context.num_experts)
+        self._parts = (*self._reuse.parts, self._certainty)
         self._learned: LearnedFile | None = open_learned(options.table, context)
         if self._learned is not None:
-            self.notes.append(self._learned.load(self._reuse.parts))
+            self.notes.append(self._learned.load(self._parts))
 
     def on_route(self, routing: LayerRouting) -> Decision:
         decision = super().on_route(routing)
@@ -85,32 +90,37 @@ class OledPlusPolicy(ComposedPolicy):
         if self.options.stage == 0:
             return ()
         with self.clock.part("priority"):
-            return self._certain()
+            chances = self._certainty.measured(
+                self._reuse.activated,
+                self._reuse.likely,
+                ~self._known.pages,
+                opening=outcome.kind not in ADAPTING_PASSES,
+            )
+            return self._certain(chances)
 
-    def _certain(self) -> list[PageRequest]:
+    def _certain(self, chances: Float[np.ndarray, "L E"]) -> list[PageRequest]:
         """Pages to stage, at most `stage`: earlier layers first, the likelier first within one."""
-        likely = self._reuse.likely
-        wanted = ~self._known.pages & (likely >= self.options.certainty)
         requests: list[PageRequest] = []
-        for layer in np.flatnonzero(wanted.any(axis=1)).tolist():
-            requests += self._exchanges(layer, wanted[layer])
+        for layer in np.flatnonzero(chances.max(axis=1) >= self.options.certainty).tolist():
+            requests += self._exchanges(layer, chances[layer])
         return requests[: self.options.stage]
 
-    def _exchanges(self, layer: int, wanted: Bool[np.ndarray, " E"]) -> list[PageRequest]:
-        """The best of the wanted pages against the residents that would leave for them, pair by pair."""
+    def _exchanges(self, layer: int, chances: Float[np.ndarray, " E"]) -> list[PageRequest]:
+        """The best of the missing pages against the residents that would leave for them, pair by pair."""
         likely, scores, known = self._reuse.likely[layer], self._reuse.scores(layer), self._known.pages[layer]
-        entering = np.flatnonzero(wanted)
-        entering = entering[np.argsort(-likely[entering], kind="stable")]
+        entering = np.flatnonzero(chances >= self.options.certainty)
+        entering = entering[np.argsort(-chances[entering], kind="stable")]
         residents = np.flatnonzero(known)
         leaving = residents[np.argsort(scores[residents], kind="stable")][: entering.size]
         free = max(int(self.capacities()[layer]) - residents.size, 0)
         price = np.concatenate([np.zeros(free), likely[leaving]])[: entering.size]
-        entering = entering[: price.size][likely[entering[: price.size]] - price >= self.options.certainty]
+        entering = entering[: price.size]
+        entering = entering[chances[entering] - price >= self.options.certainty]
         known[entering] = True
         layers_left = self.context.num_layers - layer
         return [
             PageRequest(layer=layer, expert=expert, priority=layers_left + chance)
-            for expert, chance in zip(entering.tolist(), (likely[entering] * 0.5).tolist(), strict=True)
+            for expert, chance in zip(entering.tolist(), (0.5 * chances[entering]).tolist(), strict=True)
         ]
 
     def forget_residents(self) -> None:
@@ -118,7 +128,7 @@ class OledPlusPolicy(ComposedPolicy):
 
     def close(self) -> None:
         if self._learned is not None:
-            self._learned.save(self._reuse.parts)
+            self._learned.save(self._parts)
 
 
 ENTRIES = (

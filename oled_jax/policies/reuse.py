@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, Int32
+from jaxtyping import Bool, Float, Int32
 
+from oled_jax.passes import PassKind
 from oled_jax.policies.allocation import ADAPTING_PASSES
 from oled_jax.policies.base import IterationOutcome, LayerRouting, PassInfo, PolicyContext
 from oled_jax.policies.composed import Retention
 from oled_jax.policies.lasting import LastingValue
 from oled_jax.policies.token_table import MOST, TokenTable
 
-DECODED, MASKED, WRITTEN = range(3)  # what a token was when its pass had ended: decoded earlier, still masked, just written
+DECODED, MASKED, WRITTEN = range(
+    3
+)  # what a token was when its pass had ended: decoded earlier, still masked, just written
 FIRST_KEPT = (0.8, 0.75, 0.25)  # before anything was seen
 KEPT_PACE, WRITTEN_PACE = 0.02, 0.02  # weight of one new token in the running means
 OPENING_PACE = 0.03  # weight of a new block's first pass
@@ -36,7 +39,7 @@ class StateReuse:
         self.ids: Int32[np.ndarray, "L N K"] = np.zeros((L, 0, K), np.int32)
         self._offsets = (np.arange(L) * E)[:, None, None]
         self._E = E
-        self._shares = np.zeros((0, 3))
+        self._logs = np.zeros((L, 0, K))
         self._groups = np.zeros(0, np.int64)
         self._info: PassInfo | None = None
         self._opens = False  # the next denoise pass is a block's first
@@ -58,14 +61,15 @@ class StateReuse:
         self._groups = np.searchsorted(CONFIDENCE_GROUPS, info.confidence)
         masked = info.token_mask & info.masked
         written = self.written[self._groups] * masked
-        self._shares = np.stack([info.token_mask & ~masked, masked - written, written], axis=1).astype(np.float64)
+        shares = np.stack([info.token_mask & ~masked, masked - written, written], axis=1)
+        self._logs = np.log1p(-(shares @ self.kept))
 
     def next_use(self, routing: LayerRouting) -> Float[np.ndarray, " E"]:
         """Chance that the next pass activates each expert, while the pass runs: who will be written is not known."""
         layer = routing.layer
         self.ids[layer] = routing.expert_ids
-        logs = np.log1p(-(self._shares @ self.kept[layer]))
-        likely: np.ndarray = -np.expm1(np.bincount(self.ids[layer].ravel(), logs.ravel(), self._E))
+        logs = np.bincount(self.ids[layer].ravel(), self._logs[layer].ravel(), self._E)
+        likely: np.ndarray = -np.expm1(logs)
         if routing.info.kind in ADAPTING_PASSES:
             return likely
         return (1.0 - OPENING_SHARE) * likely + OPENING_SHARE * self.opening[layer]
@@ -99,61 +103,85 @@ class StateReuse:
         if self._before is None or self._before[0].shape != self.ids.shape:
             return
         ids, tokens, states = self._before
-        same_token = info.token_mask & (tokens == info.token_ids)
-        kept = (ids[..., :, None] == self.ids[..., None, :]).any(3)
-        for state in range(3):
-            chosen = same_token & (states == state)
-            count = np.count_nonzero(chosen)
-            if count:
-                pace = 1.0 - (1.0 - KEPT_PACE) ** count
-                self.kept[:, state] += pace * (kept[:, chosen].mean(1) - self.kept[:, state])
+        L, N, _ = ids.shape
+        routed = np.zeros((L * N, self._E), bool)
+        rows = np.arange(L * N)[:, None]
+        routed[rows, self.ids.reshape(L * N, -1)] = True
+        kept = routed[rows, ids.reshape(L * N, -1)].reshape(ids.shape)
+        chosen = ((states == np.arange(3)[:, None]) & info.token_mask & (tokens == info.token_ids)).astype(np.float64)
+        counts = chosen.sum(1)[:, None]
+        pace = 1.0 - (1.0 - KEPT_PACE) ** counts
+        self.kept += pace * (chosen @ kept / np.maximum(counts, 1.0) - self.kept)
         np.minimum(self.kept, MOST, out=self.kept)
 
-    def after_pass(self, table: TokenTable) -> Float[np.ndarray, "L E"]:
+    def new_text(self) -> Bool[np.ndarray, " N"]:
+        """Tokens of the pass that just ran whose routes as text were seen for the first time.
+
+        In prefill all of them, later those that the pass before wrote. To be asked before `end_pass`.
+        """
+        info = self._info
+        if info is None:
+            raise RuntimeError("no pass has begun")
+        if info.kind is PassKind.PREFILL:
+            return info.token_mask
+        if self._before is None or self._before[1].shape != info.token_ids.shape:
+            return np.zeros(info.token_ids.shape, bool)
+        _, tokens, states = self._before
+        return info.token_mask & (states == WRITTEN) & (tokens == info.token_ids)
+
+    def after_pass(self, table: TokenTable | None) -> Float[np.ndarray, "L E"]:
         """Chance that the next pass activates each expert, when this one is over.
 
-        A token that was just written counts by its entry in the table, if it has one, instead of its routes.
+        A token that was just written counts by its entry in the table instead of its routes, if it has one.
         """
         info = self._info
         if self._before is None or info is None:
             return self.opening.copy()
         _, tokens, states = self._before
         shares = np.eye(3)[states] * info.token_mask[:, None]
-        written = np.flatnonzero(info.token_mask & (states == WRITTEN))
-        written = written[table.knows(tokens[written])]
-        shares[written] = 0.0
+        named = np.zeros(self.opening.shape)
+        if table is not None:
+            written = np.flatnonzero(info.token_mask & (states == WRITTEN))
+            written = written[table.knows(tokens[written])]
+            shares[written] = 0.0
+            named = table.log_absent(tokens[written])
         logs = np.log1p(-(shares @ self.kept))
         absent = np.bincount((self.ids + self._offsets).ravel(), logs.ravel(), self.opening.size)
-        absent = absent.reshape(self.opening.shape) + table.log_absent(tokens[written])
-        likely: np.ndarray = -np.expm1(absent)
+        likely: np.ndarray = -np.expm1(absent.reshape(self.opening.shape) + named)
         return likely
 
 
 class ExpectedReuse(Retention):
     """Score = chance of use in the next pass + LASTING_SHARE * V, V the value of `LastingValue`.
 
-    While a layer runs, scores are divided by their sum over its activated experts, as dispatch rules expect; when the
-    pass is over they are those of `StateReuse.after_pass`, undivided.
+    When a pass is over, the chance is that of `StateReuse.after_pass`.
+
+    Args:
+      table: learns from the passes, too; None: routes of written tokens are expected to stay as far as they do.
+      as_shares: scores are divided by their sum over the activated experts while a layer runs, as rules that weigh
+        reuse against time expect.
 
     Attributes:
       likely: the chances behind the scores after a pass, [L, E].
+      activated: what this pass activates, [L, E], as far as it has come.
     """
 
-    def __init__(self, context: PolicyContext, table: TokenTable) -> None:
+    def __init__(self, context: PolicyContext, table: TokenTable | None, *, as_shares: bool) -> None:
         super().__init__(context)
         L, E = context.num_layers, context.num_experts
         self.table = table
+        self.as_shares = as_shares
         self.states = StateReuse(context)
         self.lasting = LastingValue(L, E)
         self.likely = np.zeros((L, E))
         self._scores = np.zeros((L, E))
-        self._activated = np.zeros((L, E), bool)
+        self.activated = np.zeros((L, E), bool)
         self._info: PassInfo | None = None
 
     @property
     def parts(self) -> Sequence[StateReuse | LastingValue | TokenTable]:
         """What learns."""
-        return self.states, self.lasting, self.table
+        return (self.states, self.lasting) if self.table is None else (self.states, self.lasting, self.table)
 
     def begin_iteration(self, info: PassInfo) -> None:
         self._info = info
@@ -161,11 +189,14 @@ class ExpectedReuse(Retention):
 
     def observe(self, routing: LayerRouting) -> None:
         layer = routing.layer
-        activated = np.greater(routing.loads, 0, out=self._activated[layer])
-        lasting = np.where(activated, self.lasting.active[layer], self.lasting.idle[layer])
-        scores = self.states.next_use(routing) + LASTING_SHARE * lasting
-        total = float(scores[activated].sum())
-        np.divide(scores, total if total > 0 else 1.0, out=self._scores[layer])
+        activated = np.greater(routing.loads, 0, out=self.activated[layer])
+        scores = self._scores[layer]
+        scores[:] = np.where(activated, self.lasting.active[layer], self.lasting.idle[layer])
+        scores *= LASTING_SHARE
+        scores += self.states.next_use(routing)
+        if self.as_shares:
+            total = float(scores.sum(where=activated))
+            scores /= total if total > 0 else 1.0
 
     def scores(self, layer: int) -> Float[np.ndarray, " E"]:
         return self._scores[layer]
@@ -174,9 +205,10 @@ class ExpectedReuse(Retention):
         info = self._info
         if info is None:
             raise RuntimeError("a pass ended that had not begun")
-        self.states.end_pass(outcome, self._activated)
-        self.lasting.end_pass(self._activated)
-        text = info.token_mask & ~info.masked
-        self.table.learn(info.token_ids[text], self.states.ids[:, text])
+        if self.table is not None:
+            text = self.states.new_text()
+            self.table.learn(info.token_ids[text], self.states.ids[:, text])
+        self.states.end_pass(outcome, self.activated)
+        self.lasting.end_pass(self.activated)
         self.likely = self.states.after_pass(self.table)
         np.add(self.likely, LASTING_SHARE * self.lasting.idle, out=self._scores)

@@ -1,4 +1,4 @@
-"""What a token's identity says about its routes: a bounded table (token, layer) -> experts, learned while text is made."""
+"""What a token's identity says about its routes: a bounded table (token, layer) -> experts, learned online."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ MOST = 0.98  # no prediction is certain
 
 
 class TokenTable:
-    """Running estimates of how often a token id is routed to an expert, for the WIDTH * K likeliest experts of each layer.
+    """Running estimates of how often a token id is routed to an expert, for its WIDTH * K likeliest in each layer.
 
     A token that is new takes the place of the one not seen for longest.
 
@@ -52,7 +52,8 @@ class TokenTable:
             return
         places = self._places(last)
         self.count[places] += 1
-        rates = np.maximum(RATE, 1.0 / self.count[places])[:, None, None]
+        # The first occurrence counts half: as if a token had been seen before that went elsewhere.
+        rates = np.maximum(RATE, 1.0 / (self.count[places] + 1))[:, None, None]
         self._blend(places, expert_ids[:, list(last.values())].transpose(1, 0, 2), rates.astype(np.float32))
 
     def _places(self, tokens: Iterable[int]) -> Int[np.ndarray, " n"]:
@@ -78,9 +79,9 @@ class TokenTable:
         same = (experts[..., None] == new[:, :, None, :]) & (weights > 0)[..., None]
         matched = same.any(3)
         weights += rates * (matched - weights)
-        i, j, k = np.nonzero(~same.any(2))
+        unmatched = ~same.any(2)
+        i, j, k = np.nonzero(unmatched)
         if i.size:
-            unmatched = ~same.any(2)
             rank = (unmatched.cumsum(2) - 1)[i, j, k]
             worst = np.argsort(weights + 2.0 * matched, axis=2)[i, j, rank]
             experts[i, j, worst] = new[i, j, k]

@@ -21,7 +21,7 @@ DECODING = dataclasses.replace(GREEDY, mask_id=95, eos_id=-1, gen_length=18)
 BATCHES = [[[5, 6, 7, 8, 9], list(range(40, 59))], [list(range(20, 39)), [1, 2, 3]]]  # of one shape, compiled once
 GENERATING = [name for name, entry in POLICIES.items() if not (entry.needs_future or entry.is_reference)]
 NEEDS_CPU = [name for name in GENERATING if POLICIES[name].needs_cpu]
-OPTIONS = ["oled:retention=lfu:allocation=uniform", "finemoe:distance=1"]
+OPTIONS = ["oled:retention=lfu:allocation=uniform", "finemoe:distance=1", "oled+:stage=8:certainty=0.1"]
 ON_CPU = [*NEEDS_CPU, "oled", "oled:dispatch=makespan"]
 
 
