@@ -59,7 +59,7 @@ class OpenedModel:
 
     @property
     def identity(self) -> str:
-        """Tells these weights from others, in one line: what the user called them, and a digest of the configuration."""
+        """Tells these weights from others, in one line: what the user called them, a digest of the configuration."""
         words = json.dumps(dict(self.raw_config), sort_keys=True, default=str)
         return f"{self.label} {hashlib.sha256(words.encode()).hexdigest()[:12]}"
 

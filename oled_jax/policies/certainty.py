@@ -19,7 +19,7 @@ class MissingCertainty:
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.used = np.zeros(2 * CLAIMS.size)
         self.seen = np.full(2 * CLAIMS.size, DOUBT)
-        self._pages = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._pages: tuple[np.ndarray, ...] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
         self._groups = np.zeros(0, np.int64)
 
     def arrays(self) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -106,7 +106,8 @@ class LearnedFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with unfinished.open("wb") as file:
-                np.savez_compressed(file, format=np.array(FORMAT), **dict(_all_arrays(learners)))
+                arrays: dict[str, Any] = dict(_all_arrays(learners))
+                np.savez_compressed(file, format=np.array(FORMAT), **arrays)
             unfinished.replace(self.path)
         except OSError as error:
             unfinished.unlink(missing_ok=True)

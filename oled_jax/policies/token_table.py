@@ -92,6 +92,20 @@ class TokenTable:
         """Which of the tokens have an entry."""
         return np.array([token in self._place for token in token_ids.tolist()], bool)
 
+    def likeliest(self, token_id: int, width: int) -> Int[np.ndarray, "L w"]:
+        """The experts of greatest weight in each layer, in that order; -1 where fewer are known."""
+        place = self._place.get(token_id)
+        if place is None:
+            return np.full((self.experts.shape[1], width), -1)
+        order = np.argsort(-self.weights[place], axis=1, kind="stable")[:, :width]
+        known = np.take_along_axis(self.weights[place], order, 1) > 0
+        return np.where(known, np.take_along_axis(self.experts[place], order, 1), -1).astype(np.int64)
+
+    def occurrences(self, token_id: int) -> int:
+        """How often it has learned the token's routes."""
+        place = self._place.get(token_id)
+        return 0 if place is None else int(self.count[place])
+
     def log_absent(self, token_ids: Int[np.ndarray, " n"]) -> Float[np.ndarray, "L E"]:
         """Logarithm of the chance that none of the tokens is routed to an expert. All of them have an entry."""
         L, E = self.experts.shape[1], self.num_experts

@@ -15,8 +15,8 @@ from engines import GREEDY, build, build_plain, open_tiny, run
 from oled_jax import generate
 from oled_jax.errors import UsageError
 from oled_jax.machine import CACHE_VARIABLE, MEMORY_FRACTION_VARIABLE
-from oled_jax.offload.observed import Comparison, compare
 from oled_jax.offload.carriers.registry import choose
+from oled_jax.offload.observed import Comparison, compare
 from oled_jax.passes import PassKind
 from oled_jax.traces.files import open_trace
 from oled_jax.traces.trace import COSINE_GAPS
