@@ -106,3 +106,10 @@ def test_a_replay_of_a_run_with_everything_resident(model, tmp_path):
         replay.run_pass(step)
     assert counted(replay.statistics) == counted(engine.statistics)
     assert replay.statistics.summary(PassKind.DENOISE).hits > 0
+
+
+def test_what_a_policy_learned_is_kept_when_its_engine_is_closed(model, tmp_path):
+    engine = build_plain(*model, f"oled+:table={tmp_path / 'learned.npz'}", CAPACITY, spare=SPARE)
+    assert not list(tmp_path.iterdir())
+    engine.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["learned.npz"]
