@@ -227,15 +227,24 @@ class Engine:
         """What a replay needs to be the same run again."""
         if self.manager is None:
             return {"policy": "all"}
-        context = self.manager.policy.context
-        return {"policy": self.manager.policy.name, "total_slots": context.total_slots, "spare": self.manager.spare}
+        return {
+            "policy": self.manager.policy.name,
+            "total_slots": self.manager.policy.context.total_slots,
+            "spare": self.manager.spare,
+            "carrier": self.mover.name if self.mover is not None else None,
+        }
 
     def close(self) -> None:
-        """Ends transfers and the threads of the CPU backend. The engine cannot be used afterwards."""
+        """Ends transfers and the threads of the CPU backend; the policy may keep what it learned.
+
+        The engine cannot be used afterwards.
+        """
         if self.mover is not None:
             self.mover.reset()
         if self.cpu_experts is not None:
             self.cpu_experts.close()
+        if self.manager is not None:
+            self.manager.policy.close()
 
     def run_pass(self, info: PassInfo, inputs: PassInputs, cache: Cache, block_length: int) -> tuple[Cache, jax.Array]:
         """One forward pass, complete when this returns.

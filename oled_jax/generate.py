@@ -107,7 +107,7 @@ def _generate(argv: Sequence[str] | None) -> None:
     announce_plan(cache, plan)
     engine, policy = load_announced(model, cache, plan)
     settings = _settings(options, model, cache, decoding, shape, plan) | _engine_settings(engine)
-    with _recording(options, engine, model, decoding, settings):
+    with contextlib.closing(engine), _recording(options, engine, model, decoding, settings):
         results = _decode(options, engine, model, prompts, decoding, shape.batch)
     if policy is not None:
         for sentence in policy.notes:

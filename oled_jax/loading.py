@@ -4,6 +4,8 @@ Opening reads headers only and starts no backend; planning refuses what cannot f
 """
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,12 @@ class OpenedModel:
     @property
     def family(self) -> Family:
         return family_named(self.config.family)
+
+    @property
+    def identity(self) -> str:
+        """Tells these weights from others, in one line: what the user called them, a digest of the configuration."""
+        words = json.dumps(dict(self.raw_config), sort_keys=True, default=str)
+        return f"{self.label} {hashlib.sha256(words.encode()).hexdigest()[:12]}"
 
 
 def open_model(model: str | None, dtype: str | None = None, family: str | None = None) -> OpenedModel:
@@ -315,6 +323,7 @@ def load_engine(
         total_slots=plan.total_slots,
         costs=UNMEASURED,
         cpu_available=backend is not None,
+        model=model.identity,
     )
     policy = make_policy(cache.policy, context)
     if not policy.uses_cpu and (cache.cpu_experts not in (None, CPU_OFF) or cache.cpu_threads is not None):

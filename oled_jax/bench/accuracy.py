@@ -10,6 +10,7 @@ import datetime
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import jax
@@ -148,7 +149,8 @@ def command(argv: Sequence[str]) -> None:
     plan = plan_run(model, cache, RunShape.of(lengths, decoding), jax.local_devices()[0])
     engine, _ = load_engine(model, cache, plan)
     started = time.monotonic()
-    answers = answer_items(engine, model.codec, decoding, items, options.batch)
+    with closing(engine):
+        answers = answer_items(engine, model.codec, decoding, items, options.batch)
     summary = summarise(answers)
     out = sys.stderr if options.json == STDOUT else sys.stdout
     for family in DEMO_FAMILIES:

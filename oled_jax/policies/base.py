@@ -38,6 +38,7 @@ class PolicyContext:
     cpu_available: the engine has a CPU expert backend; without one every miss must be transferred.
     future: the recorded routing that is going to be replayed, if any; None while text is being generated.
     embedding: a host view of the token embeddings; None where the engine has no such view.
+    model: tells the weights from other weights, in one line; None where nobody knows.
     """
 
     num_layers: int
@@ -48,6 +49,7 @@ class PolicyContext:
     cpu_available: bool = False
     future: FutureRouting | None = dataclasses.field(default=None, repr=False, compare=False)
     embedding: Float[np.ndarray, "V D"] | None = dataclasses.field(default=None, repr=False, compare=False)
+    model: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,6 +214,9 @@ class Policy(abc.ABC):
 
     def forget_residents(self) -> None:
         """Residency was emptied after a failed pass; whoever remembers what is resident forgets it here."""
+
+    def close(self) -> None:
+        """The engine is closed: what was learned may be kept for the next one. Replays never call it."""
 
 
 def top_scored(

@@ -11,6 +11,7 @@ from oled_jax.policies import (
     lru,
     moe_infinity,
     oled,
+    oled_plus,
     oracle,
     reference,
     sida,
@@ -24,6 +25,7 @@ POLICIES: dict[str, PolicyEntry] = {
     entry.name: entry
     for entry in (
         *oled.ENTRIES,
+        *oled_plus.ENTRIES,
         *lru.ENTRIES,
         *lfu.ENTRIES,
         *moe_infinity.ENTRIES,

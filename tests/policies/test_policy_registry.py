@@ -10,7 +10,7 @@ from oled_jax.policies.oled import OledOptions
 from oled_jax.policies.registry import POLICIES, describe_policies, make_policy, parse_policy
 
 NAMES = (
-    *("oled", "lru", "lru-global", "lfu", "lfu-decay", "moe-infinity", "moe-infinity-lfu", "finemoe"),
+    *("oled", "oled+", "lru", "lru-global", "lfu", "lfu-decay", "moe-infinity", "moe-infinity-lfu", "finemoe"),
     *("ktransformers", "kt-uniform", "kt-dynamic", "fiddler", "tide", "sida", "swapmoe"),
     *("oracle", "belady", "all"),
 )

@@ -17,6 +17,7 @@ SPECS = (
     "tide:interval=1",
     "finemoe:distance=1:store_size=4",
     "moe-infinity:store_size=1:max_prefetch=50",
+    "oled+:stage=8:certainty=0.1:tokens=5",
 )
 NEEDS_CPU = ("ktransformers", "kt-uniform", "kt-dynamic", "fiddler", "tide")
 

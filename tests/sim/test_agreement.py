@@ -21,7 +21,7 @@ DECODING = dataclasses.replace(GREEDY, mask_id=95, eos_id=-1, gen_length=18)
 BATCHES = [[[5, 6, 7, 8, 9], list(range(40, 59))], [list(range(20, 39)), [1, 2, 3]]]  # of one shape, compiled once
 GENERATING = [name for name, entry in POLICIES.items() if not (entry.needs_future or entry.is_reference)]
 NEEDS_CPU = [name for name in GENERATING if POLICIES[name].needs_cpu]
-OPTIONS = ["oled:retention=lfu:allocation=uniform", "finemoe:distance=1"]
+OPTIONS = ["oled:retention=lfu:allocation=uniform", "finemoe:distance=1", "oled+:stage=8:certainty=0.1"]
 ON_CPU = [*NEEDS_CPU, "oled", "oled:dispatch=makespan"]
 
 
@@ -106,3 +106,10 @@ def test_a_replay_of_a_run_with_everything_resident(model, tmp_path):
         replay.run_pass(step)
     assert counted(replay.statistics) == counted(engine.statistics)
     assert replay.statistics.summary(PassKind.DENOISE).hits > 0
+
+
+def test_what_a_policy_learned_is_kept_when_its_engine_is_closed(model, tmp_path):
+    engine = build_plain(*model, f"oled+:table={tmp_path / 'learned.npz'}", CAPACITY, spare=SPARE)
+    assert not list(tmp_path.iterdir())
+    engine.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["learned.npz"]

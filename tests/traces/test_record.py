@@ -15,6 +15,7 @@ from engines import GREEDY, build, build_plain, open_tiny, run
 from oled_jax import generate
 from oled_jax.errors import UsageError
 from oled_jax.machine import CACHE_VARIABLE, MEMORY_FRACTION_VARIABLE
+from oled_jax.offload.carriers.registry import choose
 from oled_jax.offload.observed import Comparison, compare
 from oled_jax.passes import PassKind
 from oled_jax.traces.files import open_trace
@@ -140,6 +141,7 @@ def test_the_header_says_what_was_run(watched, model):
     )
     expected = {"why": "test", "policy": "oled:dispatch=gpu", "total_slots": 18, "threshold": GREEDY.threshold}
     assert header.settings.items() >= expected.items()
+    assert header.settings["carrier"] == choose("auto")[0]
 
 
 def test_the_documents_example_reads_it_with_numpy_alone(watched, monkeypatch, capsys):
