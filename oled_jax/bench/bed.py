@@ -16,7 +16,7 @@ from oled_jax.cli import note
 from oled_jax.config import ModelConfig
 from oled_jax.cost.lookup import profile_for
 from oled_jax.cost.measure import profile_key
-from oled_jax.cost.profile import UNMEASURED, HardwareProfile
+from oled_jax.cost.profile import UNMEASURED, HardwareProfile, ProfileKey
 from oled_jax.engine import Engine, WeightSource, load_trunk
 from oled_jax.machine import host_free_bytes
 from oled_jax.memory import page_bytes
@@ -84,6 +84,7 @@ class TestBed:
         started = time.perf_counter()
         self.config = config
         self.slots = slots
+        self._profiles: dict[ProfileKey, HardwareProfile] = {}
         weights = RandomWeights(config, 0) if source is None else source
         self.trunk = load_trunk(config, weights)
         L, E, D, F = config.num_moe_layers, config.num_experts, config.hidden_size, config.moe_intermediate_size
@@ -131,7 +132,10 @@ class TestBed:
         """The machine's profile where the case uses the CPU, measured if none is saved; else None."""
         if case.backend is None:
             return None
-        return profile_for(profile_key(self.config, case.backend, case.threads, case.carrier), note)
+        key = profile_key(self.config, case.backend, case.threads, case.carrier)
+        if key not in self._profiles:
+            self._profiles[key] = profile_for(key, note)
+        return self._profiles[key]
 
     def may_use_cpu(self, policy: str) -> bool:
         """Whether a policy would leave misses to a CPU backend, if there were one."""

@@ -1,5 +1,9 @@
 """Figure 15: OLED's parts switched on one after the other, and each part against its alternatives."""
 
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
 from oled_jax.bench.paper import lineup
 from oled_jax.bench.paper.plots import Panel
 from oled_jax.bench.paper.record import Findings, Row
@@ -10,16 +14,15 @@ PRIORITY, ALLOCATION, DISPATCH = "retention", "allocation", "dispatch"
 
 def ablation(study: Study) -> Findings:
     """Figure 15."""
-    rows = []
+    rows: list[Row] = []
+    specs = [*lineup.STEPS.values(), lineup.LFU_RETENTION, lineup.LOAD_ONLY]
+    on_cpu = {lineup.STEPS["+ dispatch"], lineup.LOAD_ONLY}
     for work in study.works:
         for capacity in study.capacities:
-            steps = {
-                name: study.measure(spec, capacity, work, cpu=spec == lineup.STEPS["+ dispatch"])
-                for name, spec in lineup.STEPS.items()
-            }
-            rows += [found.row("steps", name) for name, found in steps.items()]
-            lfu = study.measure(lineup.LFU_RETENTION, capacity, work)
-            load_only = study.measure(lineup.LOAD_ONLY, capacity, work, cpu=True)
+            found = study.subject.measure([study.job(spec, capacity, work, cpu=spec in on_cpu) for spec in specs])
+            steps = dict(zip(lineup.STEPS, found, strict=False))
+            lfu, load_only = found[len(steps) :]
+            rows += [each.row("steps", name) for name, each in steps.items()]
             rows += [steps[name].row(PRIORITY, label) for name, label in (("LRU", "lru"), ("+ priority", "priority"))]
             rows += [
                 lfu.row(PRIORITY, "lfu"),
@@ -28,7 +31,25 @@ def ablation(study: Study) -> Findings:
                 load_only.row(DISPATCH, "load only"),
                 steps["+ dispatch"].row(DISPATCH, "reuse-aware"),
             ]
-    return Findings(rows=rows, pictures=_pictures(study), summary=_summary(study, rows), notes=_notes())
+    rows += _estimated(study)
+    return Findings(
+        rows=rows,
+        pictures=_pictures(study),
+        summary=_summary(study, rows),
+        notes=["The first three steps transfer every miss; the fourth computes some on the CPU."],
+    )
+
+
+def _estimated(study: Study) -> list[Row]:
+    """The steps again, with pages of each size."""
+    rows = []
+    for size in study.estimates.sizes:
+        for work in study.works:
+            for capacity in study.capacities:
+                for name, spec in lineup.STEPS.items():
+                    row = study.estimates.row(f"estimated, {size}", work, spec, capacity, size=size)
+                    rows.append(dataclasses.replace(row, setting=name))
+    return rows
 
 
 def _pictures(study: Study) -> dict[str, list[Panel]]:
@@ -44,6 +65,10 @@ def _pictures(study: Study) -> dict[str, list[Panel]]:
             bars("steps", "tpot_ms", "Time per output token", "ms", capacity),
             bars("steps", "hit_rate", "Hit rate", "hits / activated", capacity),
         ]
+        pictures[f"estimated-{capacity}"] = [
+            bars(f"estimated, {size}", "tpot_ms", f"Pages of {size}", "ms per token, experts only", capacity)
+            for size in study.estimates.sizes
+        ]
         pictures[f"parts-{capacity}"] = [
             bars(PRIORITY, "hit_rate", "Retention", "hits / activated", capacity),
             bars(ALLOCATION, "utilization", "Allocation", "hits / capacity", capacity),
@@ -52,22 +77,21 @@ def _pictures(study: Study) -> dict[str, list[Panel]]:
     return pictures
 
 
-def _summary(study: Study, rows: list[Row]) -> dict[str, float | None]:
+def _summary(study: Study, rows: Sequence[Row]) -> dict[str, float | None]:
     """What each step takes off the time per token, mean over workloads, at each capacity."""
+    panels = {"": "steps", **{f", estimated for {size}": f"estimated, {size}" for size in study.estimates.sizes}}
     summary: dict[str, float | None] = {}
-    names = list(lineup.STEPS)
-    for capacity in study.capacities:
-        at = [row for row in rows if row.panel == "steps" and row.capacity == capacity and "tpot_ms" in row.values]
-        means = [_mean([row.values["tpot_ms"].mean for row in at if row.setting == name]) for name in names]
-        for name, before, after in zip(names[1:], means, means[1:], strict=False):
-            key = f"saved_by_{name.removeprefix('+ ')}_at_{capacity}"
-            summary[key] = None if before is None or after is None else 1 - after / before
+    for suffix, panel in panels.items():
+        for capacity in study.capacities:
+            at = [row for row in rows if row.panel == panel and row.capacity == capacity and "tpot_ms" in row.values]
+            means = {
+                name: _mean([row.values["tpot_ms"].mean for row in at if row.setting == name]) for name in lineup.STEPS
+            }
+            for (_, before), (name, after) in itertools.pairwise(means.items()):
+                saved = None if before is None or after is None else 1 - after / before
+                summary[f"saved by {name.removeprefix('+ ')} at {capacity}{suffix}"] = saved
     return summary
 
 
-def _mean(values: list[float]) -> float | None:
+def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _notes() -> list[str]:
-    return ["The first three steps transfer every miss; the fourth computes some on the CPU."]

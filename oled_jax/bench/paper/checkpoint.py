@@ -24,7 +24,7 @@ from oled_jax.traces.files import open_trace
 from oled_jax.traces.trace import MemoryTrace
 
 WORKLOADS = ("math", "code", "qa")
-GEN_LENGTH, QUICK_GEN_LENGTH = 128, 24  # tokens at most, of each request
+GEN_LENGTH, QUICK_GEN_LENGTH = 128, 16  # tokens at most, of each request
 CANDIDATES = 48  # questions of each family to choose from
 EDITING = {"editing": True, "threshold": 0.7, "editing_threshold": 0.5}  # the 2.1 family's card
 
@@ -37,11 +37,11 @@ class CheckpointSubject(Subject):
     """
 
     generates = True
-    workloads = WORKLOADS
 
     def __init__(self, model: OpenedModel, settings: RunSettings) -> None:
         super().__init__(model.config, settings)
-        self.label = model.label
+        self.label = Path(model.label).name or model.label
+        self.workloads = WORKLOADS[:1] if settings.quick else WORKLOADS
         self._model = model
         length = QUICK_GEN_LENGTH if settings.quick else GEN_LENGTH
         flags = argparse.Namespace(mask_id=None, eos_id=None, gen_length=length)

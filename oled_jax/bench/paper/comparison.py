@@ -16,7 +16,7 @@ def comparison(study: Study) -> Findings:
     pictures: dict[str, Picture] = {}
     for capacity in study.capacities:
         pictures[f"tpot-{capacity}"] = [_bars("tpot_ms", "Time per output token", "ms", MEASURED, capacity)] + [
-            _bars("tpot_ms", "Time per token, experts only", "ms", ESTIMATED, capacity, setting=f"pages of {size}")
+            _bars("tpot_ms", "Time per token", "ms, experts only", ESTIMATED, capacity, setting=f"pages of {size}")
             for size in study.estimates.sizes
         ]
         pictures[f"cache-{capacity}"] = [
@@ -35,14 +35,15 @@ def _bars(value: str, title: str, label: str, panel: str, capacity: int, setting
 
 
 def _measured(study: Study) -> list[Row]:
-    rows = []
+    jobs = []
     for work in study.works:
-        for capacity in study.capacities:
-            for policy in [*lineup.deployable(), *lineup.bounds()]:
-                rows.append(study.measure(policy, capacity, work).row(MEASURED))
-        for policy in study.references:
-            rows.append(study.measure(policy, study.subject.config.num_experts, work).row(MEASURED))
-    return rows
+        jobs += [
+            study.job(policy, capacity, work)
+            for capacity in study.capacities
+            for policy in [*lineup.deployable(), *lineup.bounds()]
+        ]
+        jobs += [study.job(policy, 0, work) for policy in study.references]
+    return [found.row(MEASURED) for found in study.subject.measure(jobs)]
 
 
 def _estimated(study: Study) -> list[Row]:

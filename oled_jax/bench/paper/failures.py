@@ -16,10 +16,10 @@ from oled_jax.sim.grid import CellResult
 from oled_jax.sim.timing import PassTime
 
 PATTERNS = {
-    "late_prefetches": "pages fetched ahead that a layer waited for",
-    "cpu_critical_share": "of a pass, waiting for the CPU",
-    "useful_evicted": "pages evicted though the next pass needs them",
-    "reused_on_cpu": "experts left to the CPU that the next pass needs",
+    "late_prefetches": "Late prefetches",
+    "cpu_critical_share": "Waiting for the CPU",
+    "useful_evicted": "Evicted, needed next",
+    "reused_on_cpu": "On the CPU, needed next",
 }
 
 

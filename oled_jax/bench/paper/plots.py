@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 BAR_SPAN = 0.8  # of the distance between two groups of bars
 MANY = 4  # entries in a row of the legend
+ROOM = 48  # characters below an axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,8 @@ class Panel:
     """One pair of axes.
 
     panel: whose rows. value: of them, on the vertical axis. x, series: fields of a row; a series is a colour. bars: or
-    lines. setting, capacity: only rows with these. scale: factor for the axis. log: of the vertical axis.
+    lines. setting, capacity: only rows with these. scale: factor for the axis. log: of the vertical axis. across: what
+    the horizontal axis shows, if the field's name does not say it.
     """
 
     panel: str
@@ -37,6 +39,7 @@ class Panel:
     capacity: int | None = None
     scale: float = 1.0
     log: bool = False
+    across: str | None = None
 
     def shows(self, row: "Row") -> bool:
         """Whether the row is one of its points."""
@@ -70,15 +73,14 @@ def draw_panels(rows: "Sequence[Row]", panels: Sequence[Panel]) -> "Figure | Non
 
 
 def origin(rows: "Sequence[Row]") -> str:
-    """`MEASURED`, `ESTIMATED`, with the method."""
-    return " and ".join(
-        dict.fromkeys(
-            f"{row.method.source.upper()} by the simulator"
-            if row.method.source == "estimated"
-            else f"{row.method.source}, {row.method.value}"
-            for row in rows
-        )
-    )
+    """`measured: generated, replayed`, or `ESTIMATED by the simulator`."""
+    methods: dict[str, dict[str, None]] = {}
+    for row in rows:
+        methods.setdefault(row.method.source, {})[row.method.value] = None
+    words = []
+    for source, names in methods.items():
+        words.append("ESTIMATED by the simulator" if source == "estimated" else f"{source}: {', '.join(names)}")
+    return "; ".join(words)
 
 
 def _draw_lines(axes: "Axes", panel: Panel, rows: "Sequence[Row]") -> None:
@@ -87,7 +89,7 @@ def _draw_lines(axes: "Axes", panel: Panel, rows: "Sequence[Row]") -> None:
         places = sorted(points)
         means, spreads = zip(*(points[place] for place in places), strict=True)
         axes.errorbar(places, means, yerr=spreads, marker="o", markersize=4, capsize=2, label=str(name))
-    axes.set_xlabel(_WORDS.get(panel.x, panel.x))
+    axes.set_xlabel(panel.across or _WORDS.get(panel.x, panel.x))
 
 
 def _draw_bars(axes: "Axes", panel: Panel, rows: "Sequence[Row]") -> None:
@@ -97,10 +99,13 @@ def _draw_bars(axes: "Axes", panel: Panel, rows: "Sequence[Row]") -> None:
         points = _points(panel, [row for row in rows if _field(row, panel.series) == name])
         places = [groups.index(group) - BAR_SPAN / 2 + width * (number + 0.5) for group in points]
         means, spreads = zip(*points.values(), strict=True)
-        axes.bar(places, means, width, yerr=spreads, capsize=1, label=str(name))
+        axes.bar(places, means, width, yerr=spreads, capsize=1, label=_entry(panel, name))
+    axes.set_xlabel(panel.across or "")
     axes.set_xticks(range(len(groups)), [str(group) for group in groups])
-    if max(len(str(group)) for group in groups) * len(groups) > 24:
+    if max(len(str(group)) for group in groups) * len(groups) > ROOM:
         axes.tick_params(axis="x", labelrotation=90, labelsize="x-small")
+    else:
+        axes.tick_params(axis="x", labelsize="small")
 
 
 def _points(panel: Panel, rows: "Sequence[Row]") -> dict[Any, tuple[float, float]]:
@@ -115,6 +120,11 @@ def _points(panel: Panel, rows: "Sequence[Row]") -> dict[Any, tuple[float, float
         )
         for place, there in found.items()
     }
+
+
+def _entry(panel: Panel, name: Any) -> str:
+    """Of the legend."""
+    return f"capacity {name}" if panel.series == "capacity" else str(name)
 
 
 def _field(row: "Row", name: str | None) -> Any:

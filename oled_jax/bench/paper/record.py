@@ -45,6 +45,10 @@ class Value:
         """Greatest minus least."""
         return max(self.runs) - min(self.runs)
 
+    def map(self, function: Callable[[float], float]) -> "Value":
+        """The function of every run."""
+        return Value(tuple(map(function, self.runs)))
+
     def as_json(self) -> dict[str, Any]:
         """`mean`, `spread` and all `runs`."""
         return {"mean": self.mean, "spread": self.spread, "runs": list(self.runs)}

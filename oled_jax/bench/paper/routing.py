@@ -84,11 +84,11 @@ def _pictures(found: Mapping[str, Locality], files: Mapping[str, str]) -> dict[s
 
 
 def _drawn(draw: "Callable[[Mapping[str, Locality]], Figure | None]", found: Mapping[str, Locality]) -> "Figure | None":
-    """With the origin in the title, where this package's other pictures have it."""
+    """With the origin in the title."""
     figure = draw(found)
     if figure is not None:
         kind = next(iter(found.values())).header.source
-        figure.text(0.99, 0.01, f"counted from {kind} routing", ha="right", va="bottom", fontsize="x-small")
+        figure.suptitle(f"{figure.get_suptitle()} (counted from {kind} routing)".strip())
     return figure
 
 

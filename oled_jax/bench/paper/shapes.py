@@ -8,7 +8,7 @@ from oled_jax.bench.paper.record import Findings, Row
 from oled_jax.bench.paper.study import Study
 from oled_jax.bench.paper.subject import Work
 
-BATCHES, QUICK_BATCHES = (1, 2, 4, 8, 16, 32), (1, 2)
+BATCHES, QUICK_BATCHES = (1, 2, 4, 8, 16, 32), (2,)
 BLOCKS, QUICK_BLOCKS = (1, 4, 8, 16, 32, 64), (8,)
 POLICIES = (lineup.LRU, lineup.OLED)
 
@@ -32,15 +32,15 @@ def shapes(study: Study) -> Findings:
                   x=x, capacity=capacity)
             for capacity in study.capacities[:1]
         ]
-        for name, panel, x in (("batch", "batch", "batch"), ("block", "block", "x"))
+        for name, panel, x in (("batch", "batch", "batch"), ("block", "block", "block_length"))
     }  # fmt: skip
     return Findings(rows=rows, pictures=pictures, notes=[f"Workload {workload}.", _note(study)])
 
 
 def _at(study: Study, panel: str, work: Work, x: int) -> list[Row]:
     if study.subject.generates:
-        found = [study.measure(policy, capacity, work) for capacity in study.capacities for policy in POLICIES]
-        return [each.row(panel, x=x) for each in found]
+        jobs = [study.job(policy, capacity, work) for capacity in study.capacities for policy in POLICIES]
+        return [found.row(panel, x=x) for found in study.subject.measure(jobs)]
     size = study.estimates.sizes[0]
     rows = [
         study.estimates.row(panel, work, policy, capacity, size=size)

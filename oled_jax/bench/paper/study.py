@@ -36,11 +36,15 @@ class Study:
         fits = self.subject.largest_capacity == self.subject.config.num_experts
         return [lineup.reference()] if fits else []
 
-    def measure(self, policy: str, capacity: int, work: Work, *, cpu: bool = False, replayed: bool = False) -> Measured:
-        """`Subject.measure`. Policy `all` has one capacity, whatever is said."""
+    def job(self, policy: str, capacity: int, work: Work, *, cpu: bool = False, replayed: bool = False) -> Job:
+        """Policy `all` has one capacity, whatever is said."""
         if policy == lineup.reference():
             capacity = self.subject.config.num_experts
-        return self.subject.measure(Job(policy=policy, capacity=capacity, work=work, cpu=cpu, replayed=replayed))
+        return Job(policy=policy, capacity=capacity, work=work, cpu=cpu, replayed=replayed)
+
+    def measure(self, policy: str, capacity: int, work: Work, *, cpu: bool = False, replayed: bool = False) -> Measured:
+        """One job by itself, unless it was measured before."""
+        return self.subject.measure([self.job(policy, capacity, work, cpu=cpu, replayed=replayed)])[0]
 
     def sweep(self, shares: tuple[float, ...]) -> list[int]:
         """Capacities at shares of a layer's experts, the paper's two among them, as far as the device has room."""

@@ -63,7 +63,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A job's figures over its repeats. digest: of the text, or of the first repeat's if they differ."""
+    """A job's figures over its repeats. digest: of the first repeat's text."""
 
     job: Job
     block_length: int
@@ -162,24 +162,32 @@ class Subject(abc.ABC):
             self._traces[work] = self.make_trace(work)
         return self._traces[work]
 
-    def measure(self, job: Job) -> Measured:
-        """Runs a job, or returns what it gave before."""
-        if job not in self._measured:
-            self._measured[job] = found = self._run(job)
-            speed = f"{found.values['tpot_ms'].mean:.3g} ms a token" if "tpot_ms" in found.values else "no tokens"
-            note(f"{job.policy} at {job.capacity}, {job.work.workload}, batch {job.work.batch}: {speed}")
-        return self._measured[job]
+    def measure(self, jobs: Sequence[Job]) -> list[Measured]:
+        """Runs jobs that were not run before, once each in every round: what else the machine does hits all alike."""
+        new = [job for job in dict.fromkeys(jobs) if job not in self._measured]
+        rounds = [[self._run(job) for job in new] for _ in range(self.settings.repeats)]
+        for job, *runs in zip(new, *rounds, strict=True):
+            self._measured[job] = self._together(job, runs)
+        return [self._measured[job] for job in jobs]
 
-    def _run(self, job: Job) -> Measured:
-        replayed = job.replayed or job.needs_future or not self.generates
-        runs, digests = [], []
-        for _ in range(self.settings.repeats):
-            values, digest = self._replay(job) if replayed else self.generate(job)
-            runs.append(values)
-            digests.append(digest)
-        method = Method.REPLAYED if replayed else Method.GENERATED
-        block = job.work.block_length or self.block_length
-        return Measured(job=job, block_length=block, method=method, values=over_runs(runs), digest=digests[0])
+    def _run(self, job: Job) -> tuple[dict[str, float], str | None]:
+        values, digest = self._replay(job) if self.replays(job) else self.generate(job)
+        speed = f"{values['tpot_ms']:.3g} ms a token" if "tpot_ms" in values else "no tokens"
+        note(f"{job.policy} at {job.capacity}, {job.work.workload}, batch {job.work.batch}: {speed}")
+        return values, digest
+
+    def replays(self, job: Job) -> bool:
+        """Whether the job's routes are replayed."""
+        return job.replayed or job.needs_future or not self.generates
+
+    def _together(self, job: Job, runs: Sequence[tuple[dict[str, float], str | None]]) -> Measured:
+        return Measured(
+            job=job,
+            block_length=job.work.block_length or self.block_length,
+            method=Method.REPLAYED if self.replays(job) else Method.GENERATED,
+            values=over_runs([values for values, _ in runs]),
+            digest=runs[0][1],
+        )
 
     def generate(self, job: Job) -> tuple[dict[str, float], str | None]:
         """One run of real text: its figures, and a digest of the tokens."""

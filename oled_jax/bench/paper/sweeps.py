@@ -15,12 +15,16 @@ POLICIES = (lineup.LRU, lineup.OLED)
 def sweeps(study: Study) -> Findings:
     """Figure 17."""
     work = study.works[0]
-    rows = [
-        study.measure(policy, capacity, work).row("capacity")
-        for capacity in study.sweep(QUICK_SHARES if study.quick else SHARES)
+    capacities = study.sweep(QUICK_SHARES if study.quick else SHARES)
+    jobs = [study.job(policy, capacity, work) for capacity in capacities for policy in POLICIES]
+    jobs += [study.job(policy, 0, work) for policy in study.references]
+    rows = [found.row("capacity") for found in study.subject.measure(jobs)]
+    rows += [
+        study.estimates.row("capacity, estimated", work, policy, capacity, size=size)
+        for size in study.estimates.sizes
+        for capacity in capacities
         for policy in POLICIES
     ]
-    rows += [study.measure(policy, 0, work).row("capacity") for policy in study.references]
     rows += [
         study.estimates.row("bandwidth", work, policy, capacity, size=size, h2d_gbs=h2d_gbs)
         for size in study.estimates.sizes
@@ -33,9 +37,15 @@ def sweeps(study: Study) -> Findings:
             Panel(panel="capacity", value="tpot_ms", title="Time per output token", label="ms"),
             Panel(panel="capacity", value="hit_rate", title="Hit rate", label="hits / activated"),
         ],
+        "estimated": [
+            Panel(panel="capacity, estimated", value="tpot_ms", title=f"Pages of {size}",
+                  label="ms per token, experts only", setting=f"pages of {size}")
+            for size in study.estimates.sizes
+        ],
         "bandwidth": [
-            Panel(panel="bandwidth", value="tpot_ms", title=f"Pages of {size}, capacity {capacity}, experts only",
-                  label="ms per token", x="x", setting=f"pages of {size}", capacity=capacity)
+            Panel(panel="bandwidth", value="tpot_ms", title=f"Pages of {size}, {capacity}",
+                  label="ms per token, experts only", x="x", across="GB/s of the link", setting=f"pages of {size}",
+                  capacity=capacity)
             for size in study.estimates.sizes
             for capacity in study.capacities
         ],

@@ -69,7 +69,9 @@ def _cache_values(statistics: CacheStatistics, num_layers: int, took: Took) -> d
     values = {name: getattr(found, name) for name in RATIOS if getattr(found, name) is not None}
     values |= {name: getattr(found, name) / layer_passes for name in PER_LAYER}
     values["activated"] = activated / layer_passes
-    values["activated_per_slot"] = activated / int(statistics.per_layer(DECODE, "capacity").sum())
+    slots = int(statistics.per_layer(DECODE, "capacity").sum())
+    if slots:  # a global list may leave every layer without a page when its turn comes
+        values["activated_per_slot"] = activated / slots
     if took.tokens:
         values["h2d_mb_per_token"] = found.bytes_h2d / 1e6 / took.tokens
     values |= {f"planning_{part}_us": us for part, us in (found.planning_us or {}).items()}
