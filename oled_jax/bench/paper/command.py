@@ -61,7 +61,7 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument(
         "--requests", type=whole_number(1), metavar="N",
-        help=f"measured in every run, after {WARM_UP} that is not (default: {REQUESTS}, quick: {QUICK_REQUESTS})",
+        help=f"measured in every run, after {WARM_UP} (default: {REQUESTS}; quick or synthetic: {QUICK_REQUESTS})",
     )  # fmt: skip
     parser.add_argument("--cpu-experts", choices=(AUTO, *BACKENDS), default=AUTO, help="backend of misses on the CPU")
     parser.add_argument("--cpu-threads", type=whole_number(1), metavar="N", help="its threads")
@@ -97,7 +97,7 @@ def _subject(options: argparse.Namespace) -> Subject:
     quick = options.quick
     settings = RunSettings(
         repeats=options.repeats or (QUICK_REPEATS if quick else REPEATS),
-        requests=options.requests or (QUICK_REQUESTS if quick else REQUESTS),
+        requests=options.requests or (QUICK_REQUESTS if quick or options.model in NAMES else REQUESTS),
         backend=options.cpu_experts,
         threads=options.cpu_threads,
         carrier=options.carrier or CARRIER_AUTO,

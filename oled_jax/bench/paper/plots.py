@@ -99,7 +99,7 @@ def _draw_bars(axes: "Axes", panel: Panel, rows: "Sequence[Row]") -> None:
         points = _points(panel, [row for row in rows if _field(row, panel.series) == name])
         places = [groups.index(group) - BAR_SPAN / 2 + width * (number + 0.5) for group in points]
         means, spreads = zip(*points.values(), strict=True)
-        axes.bar(places, means, width, yerr=spreads, capsize=1, label=_entry(panel, name))
+        axes.bar(places, means, width, yerr=spreads if any(spreads) else None, capsize=1, label=_entry(panel, name))
     axes.set_xlabel(panel.across or "")
     axes.set_xticks(range(len(groups)), [str(group) for group in groups])
     if max(len(str(group)) for group in groups) * len(groups) > ROOM:

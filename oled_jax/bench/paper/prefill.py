@@ -8,7 +8,7 @@ from oled_jax.bench.paper.record import Findings, Row, Value, find
 from oled_jax.bench.paper.study import Study
 from oled_jax.bench.paper.subject import Work
 
-LENGTHS, QUICK_LENGTHS = (128, 512), (48,)
+LENGTHS, QUICK_LENGTHS = (128, 512), (96,)
 POLICIES = (lineup.LRU, lineup.OLED)
 
 
@@ -17,7 +17,9 @@ def prefill(study: Study) -> Findings:
     rows: list[Row] = []
     workload = study.subject.workloads[0]
     experts = study.subject.config.num_experts
-    for length in QUICK_LENGTHS if study.quick else LENGTHS:
+    shortest = 2 * study.subject.block_length  # a shorter prompt has no prompt pass: it begins the first block
+    lengths = {max(length, shortest) for length in (QUICK_LENGTHS if study.quick else LENGTHS)}
+    for length in sorted(lengths):
         work = Work(workload=workload, prompt_tokens=length)
         capacities = [*study.capacities, *([experts] if study.references else [])]
         jobs = [study.job(policy, capacity, work, replayed=True) for capacity in capacities for policy in POLICIES]

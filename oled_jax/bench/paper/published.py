@@ -23,7 +23,7 @@ from oled_jax.traces.trace import MemoryTrace
 
 NAMES = {"mini-random": "llada2-mini", "flash-random": "llada2-flash"}
 SYNTHETIC = "synthetic"
-BLOCK, BLOCKS, PROMPT = 16, 3, 128  # of a synthetic request
+BLOCK, BLOCKS, PROMPT = 16, 2, 128  # of a synthetic request
 
 
 class PublishedSubject(Subject):

@@ -9,7 +9,7 @@ from oled_jax.bench.paper.study import Study
 from oled_jax.bench.paper.subject import Work
 
 BATCHES, QUICK_BATCHES = (1, 2, 4, 8, 16, 32), (2,)
-BLOCKS, QUICK_BLOCKS = (1, 4, 8, 16, 32, 64), (8,)
+BLOCKS, QUICK_BLOCKS = (1, 4, 8, 16, 32, 64), (16,)
 POLICIES = (lineup.LRU, lineup.OLED)
 
 
