@@ -70,6 +70,8 @@ class CheckpointSubject(Subject):
     def decoding_of(self, work: Work) -> DecodingConfig:
         """The settings of a piece of work."""
         changes: dict[str, object] = {} if work.block_length is None else {"block_length": work.block_length}
+        if work.prompt_tokens is not None:  # who sets the prompt's length asks about prefill
+            changes["gen_length"] = work.block_length or self.block_length
         return dataclasses.replace(self.decoding, **changes, **(EDITING if work.editing else {}))  # type: ignore[arg-type]
 
     def batches(self, work: Work) -> list[list[list[int]]]:

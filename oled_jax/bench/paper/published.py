@@ -69,7 +69,7 @@ class PublishedSubject(Subject):
             self._preset,
             num_layers=config.num_moe_layers,
             block_length=block,
-            blocks=BLOCKS,
+            blocks=BLOCKS if work.prompt_tokens is None else 1,
             prompt_tokens=PROMPT if work.prompt_tokens is None else work.prompt_tokens,
             tokens_per_iteration=float(min(3, block)),
             requests=(WARM_UP + measured) * work.batch,
