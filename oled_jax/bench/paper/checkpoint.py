@@ -76,8 +76,7 @@ class CheckpointSubject(Subject):
 
     def batches(self, work: Work) -> list[list[list[int]]]:
         """Prompts, as token ids, in batches: WARM_UP of them, then the measured ones."""
-        measured = self.settings.requests if work.batch == 1 else 1
-        count = (WARM_UP + measured) * work.batch
+        count = (WARM_UP + self.num_batches(work)) * work.batch
         if work.prompt_tokens is not None:
             text = [token for prompt in self._encoded[work.workload] for token in prompt]
             long = [text[start:] + text[:start] for start in range(0, len(text), max(1, len(text) // count))]
@@ -115,8 +114,7 @@ class CheckpointSubject(Subject):
         case = Case(policy="lru", capacity=capacity, carrier=self.settings.carrier)
         with tempfile.TemporaryDirectory() as folder, self.bed.engine(case) as engine:
             path = Path(folder) / "recorded.trace"
-            hidden = not self.settings.quick and work == Work(workload=work.workload)
-            with engine.record(path, decoding, hidden=hidden, model=self.label):
+            with engine.record(path, decoding, hidden=work.compared, model=self.label):
                 for batch in self.batches(work):
                     engine.generate(batch, decoding)
             recorded = open_trace(path)

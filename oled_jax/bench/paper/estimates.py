@@ -109,7 +109,7 @@ class Estimates:
             decode_s=decode_s,
             request_s=decode_s * work.batch,
             prefill_s=result.times[PassKind.PREFILL].total / 1e6,
-            batches=self._subject.settings.requests if work.batch == 1 else 1,
+            batches=self._subject.num_batches(work),
             tokens=result.tokens,
         )
         values = run_values(result.statistics, len(result.capacities), took)

@@ -63,7 +63,7 @@ class PublishedSubject(Subject):
 
     def make_trace(self, work: Work) -> MemoryTrace:
         """Its targets are the preset's (docs/locality.md)."""
-        config, measured = self.config, self.settings.requests if work.batch == 1 else 1
+        config = self.config
         block = work.block_length or BLOCK
         spec = make_spec(
             self._preset,
@@ -72,7 +72,7 @@ class PublishedSubject(Subject):
             blocks=BLOCKS if work.prompt_tokens is None else 1,
             prompt_tokens=PROMPT if work.prompt_tokens is None else work.prompt_tokens,
             tokens_per_iteration=float(min(3, block)),
-            requests=(WARM_UP + measured) * work.batch,
+            requests=(WARM_UP + self.num_batches(work)) * work.batch,
             iterations=None,
         )
         trace = synthesise(spec)

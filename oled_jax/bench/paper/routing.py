@@ -1,5 +1,6 @@
 """Figures 4, 7 and 10: what traces alone say. No time is involved."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ from oled_jax.traces.plots import PLOTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+REQUESTS = 16  # of each workload
 
 
 def cost(study: Study) -> Findings:
@@ -76,7 +80,11 @@ def signals(study: Study) -> Findings:
 
 
 def _localities(study: Study) -> dict[str, Locality]:
-    return {work.workload: measure_locality(study.subject.trace(work)) for work in study.works}
+    """Of longer traces than those of the other figures: nothing is timed, and short answers say little."""
+    works = study.works
+    if not study.quick:
+        works = [dataclasses.replace(work, requests=REQUESTS, compared=study.subject.generates) for work in works]
+    return {work.workload: measure_locality(study.subject.trace(work)) for work in works}
 
 
 def _pictures(found: Mapping[str, Locality], files: Mapping[str, str]) -> dict[str, Picture]:

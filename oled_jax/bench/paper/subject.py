@@ -36,13 +36,19 @@ POOL_SHARE = 0.8  # of the device's memory, at most, for pages
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is asked. block_length, prompt_tokens: None: as is usual for the model. editing: the 2.1 rule."""
+    """What is asked.
+
+    block_length, prompt_tokens: None: as is usual for the model. editing: the 2.1 rule. requests: that are counted, in
+    batches; None: the run's setting, and one batch of several. compared: layer inputs are, while it is recorded.
+    """
 
     workload: str
     batch: int = 1
     block_length: int | None = None
     prompt_tokens: int | None = None
     editing: bool = False
+    requests: int | None = None
+    compared: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +157,10 @@ class Subject(abc.ABC):
     def slots(self) -> int:
         """Of every pool, so that all engines share their programs."""
         return self.config.num_moe_layers * self.largest_capacity + DEFAULT_SPARE
+
+    def num_batches(self, work: Work) -> int:
+        """Batches of requests that are counted."""
+        return work.requests or (self.settings.requests if work.batch == 1 else 1)
 
     def first_request(self, work: Work) -> int:
         """Number of the first request that is counted."""
