@@ -15,7 +15,7 @@ from tiny_model import GENERATION_CONFIG, write_tiny_model
 
 from oled_jax import figures
 from oled_jax.bench.__main__ import main
-from oled_jax.bench.paper import lineup, shapes, writers
+from oled_jax.bench.paper import lineup, published, shapes, writers
 from oled_jax.bench.paper.checkpoint import CheckpointSubject
 from oled_jax.bench.paper.estimates import Estimates
 from oled_jax.bench.paper.published import SYNTHETIC, PublishedSubject
@@ -24,8 +24,10 @@ from oled_jax.bench.paper.registry import BY_NUMBER, FIGURES
 from oled_jax.bench.paper.schema import SCHEMA
 from oled_jax.bench.paper.subject import RunSettings, Work
 from oled_jax.load import open_model
+from oled_jax.machine import MEMORY_FRACTION_VARIABLE
 from oled_jax.models.published import PUBLISHED
 from oled_jax.models.registry import config_from_hf
+from oled_jax.offload.store import PINNED_LIMIT_VARIABLE
 from oled_jax.policies.registry import POLICIES
 
 pytestmark = pytest.mark.usefixtures("roomy_kv_cache")
@@ -200,6 +202,19 @@ def test_estimates_go_by_a_given_profile_of_the_right_size(tmp_path):
     assert row.method is Method.SIMULATED
     assert row.values["activated"].mean > 55  # of one row it would be 49
     assert all(step.info.token_ids.size in (32, 256) for step in subject.trace(batched))
+
+
+def test_a_published_size_says_how_much_of_it_fits(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv(MEMORY_FRACTION_VARIABLE, "0.5")
+    monkeypatch.setenv(PINNED_LIMIT_VARIABLE, "1")  # that a store of 200 GB raises it ends with the test
+    monkeypatch.setattr(published, "fitting_layers", lambda config: 5)
+    settings = RunSettings(repeats=1, requests=1, backend="numpy", threads=None, carrier="auto", quick=True)
+    subject = published.published_subject("flash-random", settings)
+    assert subject.config.num_moe_layers == 4
+    assert "5 of 32 layers" in subject.description
+    monkeypatch.setattr(published, "fitting_layers", lambda config: 1)
+    assert main(["paper", "--model", "mini-random", "--out", str(tmp_path)]) == 2
+    assert "not one MoE layer fits here, its experts take 1.61 GB" in capsys.readouterr().err
 
 
 def test_prompts_come_in_batches_of_the_wanted_length(model):

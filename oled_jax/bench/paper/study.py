@@ -37,10 +37,11 @@ class Study:
         return [lineup.reference()] if fits else []
 
     def job(self, policy: str, capacity: int, work: Work, *, cpu: bool = False, replayed: bool = False) -> Job:
-        """Policy `all` has one capacity, whatever is said."""
+        """Policy `all` has one capacity, whatever is said; and what replays anyway is one job, said or not."""
         if policy == lineup.reference():
             capacity = self.subject.config.num_experts
-        return Job(policy=policy, capacity=capacity, work=work, cpu=cpu, replayed=replayed)
+        job = Job(policy=policy, capacity=capacity, work=work, cpu=cpu)
+        return job if self.subject.replays(job) else dataclasses.replace(job, replayed=replayed)
 
     def measure(self, policy: str, capacity: int, work: Work, *, cpu: bool = False, replayed: bool = False) -> Measured:
         """One job by itself, unless it was measured before."""
