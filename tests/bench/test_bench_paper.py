@@ -230,6 +230,16 @@ def test_prompts_come_in_batches_of_the_wanted_length(model):
     assert long[0] != long[1]
 
 
+def test_the_demo_model_decodes_at_the_published_pace(model):
+    settings = RunSettings(repeats=1, requests=2, backend="numpy", threads=None, carrier="auto", quick=False)
+    demo = CheckpointSubject(open_model(None), settings)
+    assert (demo.decoding.steps, demo.decoding.threshold) == (5, 1.0)
+    assert demo.decoding_of(Work(workload="qa", block_length=64)).steps == 21
+    assert demo.decoding_of(Work(workload="qa", editing=True)).editing
+    other = CheckpointSubject(open_model(str(model)), settings)
+    assert (other.decoding.steps, other.decoding.threshold) == (4, 0.5)  # as its own file says
+
+
 def published_of(settings: RunSettings) -> PublishedSubject:
     """Mini with two MoE layers; no weights are made unless something is measured."""
     config = dataclasses.replace(config_from_hf(PUBLISHED["llada2-mini"]), num_hidden_layers=3)

@@ -41,12 +41,12 @@ def ablation(study: Study) -> Findings:
 
 
 def _estimated(study: Study) -> list[Row]:
-    """The steps again, with pages of each size."""
+    """The steps again, and load-only dispatch beside the last, with pages of each size."""
     rows = []
     for size in study.estimates.sizes:
         for work in study.works:
             for capacity in study.capacities:
-                for name, spec in lineup.STEPS.items():
+                for name, spec in {**lineup.STEPS, "load only": lineup.LOAD_ONLY}.items():
                     row = study.estimates.row(f"estimated, {size}", work, spec, capacity, size=size)
                     rows.append(dataclasses.replace(row, setting=name))
     return rows
