@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from oled_jax.load import CacheOptions, RunShape, load_engine, open_model, plan_run
 
 from oled_jax.cli import CommandParser, add_decoding_flags, add_model_flags, decoding_options, note, whole_number
 from oled_jax.config import DecodingConfig
 from oled_jax.demo.families import DEMO_FAMILIES, held_out_items
 from oled_jax.demo.items import Item, draw_item
 from oled_jax.engine import Engine
+from oled_jax.loading import CacheOptions, RunShape, load_engine, open_model, plan_run
 from oled_jax.machine import use_compilation_cache
 
 SEED = 6

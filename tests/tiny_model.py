@@ -34,9 +34,12 @@ def model_config(dtype: str = "float32") -> ModelConfig:
     return config_from_hf({**RAW_CONFIG, "dtype": dtype})
 
 
-def write_tiny_model(directory: Path) -> Path:
-    """Writes weights, configurations and a tokenizer without a chat template; returns the directory."""
-    write_random_hf(RAW_CONFIG, directory, seed=20260101)
+def write_tiny_model(directory: Path, **changes: Any) -> Path:
+    """Writes weights, configurations and a tokenizer without a chat template; returns the directory.
+
+    changes: of `RAW_CONFIG`.
+    """
+    write_random_hf(RAW_CONFIG | changes, directory, seed=20260101)
     (directory / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG), encoding="utf-8")
     byte_tokenizer().save(str(directory / "tokenizer.json"))
     described = {

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from oled_jax.bench import accuracy, speed
+from oled_jax.bench.paper import command as paper
 from oled_jax.cli import run_command
 from oled_jax.errors import UsageError
 
@@ -11,6 +12,7 @@ NAME = "oled_jax.bench"
 # name: (what it measures, the command)
 BENCHES: Mapping[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "accuracy": (accuracy.SUMMARY, accuracy.command),
+    "paper": (paper.SUMMARY, paper.command),
     "speed": (speed.SUMMARY, speed.command),
 }
 

@@ -164,9 +164,10 @@ def _measure(bed: TestBed, case: Case, trace: Trace, repeats: int, future: Futur
     with bed.engine(case, future) as engine:
         replay = EngineReplay(engine, trace, sampling)
         list(replay.run())
-        before, moved = engine.statistics.summary(*MEASURED), _pager(engine)
+        engine.statistics.restart()
+        moved = _pager(engine)
         runs = [list(replay.run()) for _ in range(repeats)]
-        after, moved_after = engine.statistics.summary(*MEASURED), _pager(engine)
+        found, moved_after = engine.statistics.summary(*MEASURED), _pager(engine)
         cpu = engine.cpu_experts
         return {
             "policy": case.policy,
@@ -174,7 +175,7 @@ def _measure(bed: TestBed, case: Case, trace: Trace, repeats: int, future: Futur
             "carrier": engine.mover.name if engine.mover else None,
             "capacity": bed.config.num_experts if case.is_reference else case.capacity,
             **_times(runs),
-            **_counts(before, after, bed.config, runs),
+            **_counts(found, bed.config, runs),
             **_pager_times(moved, moved_after),
             "cpu_stats": dataclasses.asdict(cpu.stats) if cpu else None,
             "pool_bytes": sum(array.nbytes for array in engine.pool),
@@ -199,23 +200,18 @@ def _times(runs: Sequence[Sequence[PassTime]]) -> dict[str, Any]:
     }
 
 
-def _counts(before: CacheSummary, after: CacheSummary, config: ModelConfig, runs: Sequence[Any]) -> dict[str, Any]:
+def _counts(found: CacheSummary, config: ModelConfig, runs: Sequence[Any]) -> dict[str, Any]:
     """Per layer and pass, over the measured replays."""
-    layers = (after.passes - before.passes) * config.num_moe_layers
+    layers = found.passes * config.num_moe_layers
     seconds = sum(each.forward_s for run in runs for each in run if each.kind in MEASURED)
-    hits, misses = after.hits - before.hits, after.misses - before.misses
-    planning = after.planning_us["total"] * after.passes if after.planning_us else 0.0
-    planning_before = before.planning_us["total"] * before.passes if before.planning_us else 0.0
+    counts = {name: getattr(found, name) / layers for name in ("hits", "misses", "to_gpu", "to_cpu", "prefetched")}
+    planning_us = found.planning_us["total"] if found.planning_us else 0.0
     return {
-        "hits": hits / layers,
-        "misses": misses / layers,
-        "to_gpu": (after.to_gpu - before.to_gpu) / layers,
-        "to_cpu": (after.to_cpu - before.to_cpu) / layers,
-        "prefetched": (after.prefetched - before.prefetched) / layers,
-        "hit_rate": hits / (hits + misses),
-        "utilization": after.utilization,
-        "h2d_gbs": (after.bytes_h2d - before.bytes_h2d) / seconds / 1e9,
-        "plan_us": (planning - planning_before) / layers,
+        **counts,
+        "hit_rate": found.hit_rate,
+        "utilization": found.utilization,
+        "h2d_gbs": found.bytes_h2d / seconds / 1e9,
+        "plan_us": planning_us / config.num_moe_layers,
     }
 
 

@@ -9,7 +9,7 @@ import jax
 from oled_jax.config import DecodingConfig
 from oled_jax.convert.checkpoint import ConvertedCheckpoint
 from oled_jax.convert.weights import StoredWeights
-from oled_jax.load import RunShape
+from oled_jax.loading import RunShape
 from oled_jax.machine import device_free_bytes, host_free_bytes, is_unified
 from oled_jax.memory import MARGIN, MemoryPlan, format_bytes, page_bytes, plan_memory, trunk_bytes
 from oled_jax.offload.residency import DEFAULT_SPARE

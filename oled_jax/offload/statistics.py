@@ -64,12 +64,17 @@ class CacheStatistics:
     def __init__(self, *, num_layers: int, num_experts: int, page_bytes: int) -> None:
         self.num_experts = num_experts
         self.page_bytes = page_bytes
-        self._counts = {kind: [_LayerCounts() for _ in range(num_layers)] for kind in PassKind}
-        self._planning_us = {kind: dict.fromkeys(PLANNING_PARTS, 0.0) for kind in PassKind}
+        self._num_layers = num_layers
+        self.restart()
         # Pages that a layer's last pass transferred and kept, and the kind of that pass.
         self._arrived = np.zeros((num_layers, num_experts), bool)
         self._arrival_kind = [PassKind.PREFILL] * num_layers
         self._ahead: list[dict[int, PassKind]] = [{} for _ in range(num_layers)]
+
+    def restart(self) -> None:
+        """Counts from here on: what was before was a warm-up. What has arrived stays known."""
+        self._counts = {kind: [_LayerCounts() for _ in range(self._num_layers)] for kind in PassKind}
+        self._planning_us = {kind: dict.fromkeys(PLANNING_PARTS, 0.0) for kind in PassKind}
 
     def add(
         self,

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from oled_jax.errors import UsageError
+from oled_jax.offload.schedule import PlacedLayer
 from oled_jax.offload.statistics import CacheStatistics
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import FutureRouting, Policy, PolicyContext
@@ -25,7 +26,7 @@ from oled_jax.sim.replay import ManagedReplay, Replay, ResidentReplay, future_of
 from oled_jax.sim.timing import Carrier, PassTime, TimeModel, TimeOptions
 from oled_jax.sim.tokens import OutputTokens
 from oled_jax.traces.files import open_trace
-from oled_jax.traces.trace import Trace, TraceHeader
+from oled_jax.traces.trace import Trace, TraceHeader, first_pass
 
 BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -87,32 +88,54 @@ def trial_policy(header: TraceHeader, cell: Cell, machine: Machine) -> Policy | 
     return make_policy(cell.policy, context_of(header, cell, machine, nothing))
 
 
-def simulate(trace: Trace, cell: Cell, machine: Machine) -> CellResult:
-    """Replays a trace under one policy at one capacity. Raises UsageError if the policy cannot be built."""
+def simulate(
+    trace: Trace,
+    cell: Cell,
+    machine: Machine,
+    *,
+    warm_up: int = 0,
+    watch: Callable[[PlacedLayer], None] | None = None,
+) -> CellResult:
+    """Replays a trace under one policy at one capacity.
+
+    Args:
+      warm_up: requests at the beginning that fill the cache and are not counted.
+      watch: is shown every layer as it was decided; of `all`, nothing.
+
+    Raises:
+      UsageError: the policy cannot be built.
+    """
     started = time.perf_counter()
-    replay, notes = _replay_of(trace, cell, machine)
+    replay, notes = _replay_of(trace, cell, machine, watch)
+    first = first_pass(trace, warm_up)
     model = TimeModel(machine.hardware, machine.options)
     times = dict.fromkeys(PassKind, PassTime())
     passes = dict.fromkeys(PassKind, 0)
     tokens = OutputTokens(trace.header)
-    for step in trace:
+    for number, step in enumerate(trace):
         kind = step.info.kind
-        times[kind] = times[kind].plus(model.pass_time(replay.run_pass(step)))
-        passes[kind] += 1
+        if number == first:
+            replay.statistics.restart()
+        took = model.pass_time(replay.run_pass(step))
         tokens.add(step)
+        if number >= first:
+            times[kind] = times[kind].plus(took)
+            passes[kind] += 1
     return CellResult(
         cell=cell,
         capacities=replay.capacities(),
         statistics=replay.statistics,
         times=times,
         passes=passes,
-        tokens=tokens.count(),
+        tokens=tokens.count(warm_up),
         notes=tuple(notes),
         seconds=time.perf_counter() - started,
     )
 
 
-def _replay_of(trace: Trace, cell: Cell, machine: Machine) -> tuple[Replay, list[str]]:
+def _replay_of(
+    trace: Trace, cell: Cell, machine: Machine, watch: Callable[[PlacedLayer], None] | None
+) -> tuple[Replay, list[str]]:
     header = trace.header
     if cell.is_reference:
         return ResidentReplay(header), []
@@ -120,7 +143,8 @@ def _replay_of(trace: Trace, cell: Cell, machine: Machine) -> tuple[Replay, list
     future = future_of(trace) if needs_future else None
     policy = make_policy(cell.policy, context_of(header, cell, machine, future))
     overlapping = machine.options.carrier is Carrier.NATIVE
-    return ManagedReplay(policy, page_bytes=header.page_bytes, overlapping=overlapping), policy.notes
+    replay = ManagedReplay(policy, page_bytes=header.page_bytes, overlapping=overlapping, watch=watch)
+    return replay, policy.notes
 
 
 def simulate_file(path: Path, cell: Cell, machine: Machine) -> CellResult:

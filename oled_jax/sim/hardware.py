@@ -32,22 +32,34 @@ class Hardware:
     carrier: str | None = None
 
 
-def read_hardware(path: Path, header: TraceHeader) -> Hardware:
-    """The figures of a hardware profile file (docs/profile.md).
-
-    Raises:
-      UsageError: it cannot be read, is no profile, or is about pages of another size than the trace's.
-    """
+def read_profile(path: Path) -> HardwareProfile:
+    """A hardware profile file (docs/profile.md). Raises UsageError if it cannot be read or is none."""
     try:
-        profile = profile_from_json(json.loads(path.read_text(encoding="utf-8")))
+        return profile_from_json(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UsageError(f"--profile {path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # no JSON, no UTF-8, or no profile
         raise UsageError(f"--profile {path} is no hardware profile: {error}") from error
+
+
+def is_about(profile: HardwareProfile, header: TraceHeader) -> bool:
+    """Whether a profile is about pages like the trace's."""
     key = profile.key
-    measured = (key.hidden, key.width, key.dtype)
     wanted = (header.hidden_size, header.moe_intermediate_size, header.dtype)
-    if measured != wanted:
+    return (key.hidden, key.width, key.dtype) == wanted
+
+
+def read_hardware(path: Path, header: TraceHeader) -> Hardware:
+    """The figures of a hardware profile file.
+
+    Raises:
+      UsageError: it cannot be read, is no profile, or is about pages of another size than the trace's.
+    """
+    profile = read_profile(path)
+    if not is_about(profile, header):
+        key = profile.key
+        measured = (key.hidden, key.width, key.dtype)
+        wanted = (header.hidden_size, header.moe_intermediate_size, header.dtype)
         raise UsageError(
             f"--profile {path} is about pages of {_page(*measured)}, the trace's are {_page(*wanted)}: measure those "
             "(python -m oled_jax.profile), or give bandwidths (--h2d-gbs, --cpu-gbs)"

@@ -4,7 +4,7 @@ Policy, manager and tables are the engine's own, driven in the order in which an
 the plan, which nobody would carry out. Imports no JAX.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -75,16 +75,24 @@ class ManagedReplay:
       page_bytes: for the statistics.
       spare: as the engine has it: prefetches land only where a slot is free.
       overlapping: as the engine's carrier is: whether prefetches leave at once or with the layer before their own.
+      watch: is shown every layer as it was decided.
     """
 
     def __init__(
-        self, policy: Policy, *, page_bytes: int, spare: int = DEFAULT_SPARE, overlapping: bool = False
+        self,
+        policy: Policy,
+        *,
+        page_bytes: int,
+        spare: int = DEFAULT_SPARE,
+        overlapping: bool = False,
+        watch: Callable[[PlacedLayer], None] | None = None,
     ) -> None:
         self.manager = CacheManager(policy, spare=spare, page_bytes=page_bytes)
         self.manager.overlapping = overlapping
         self.statistics = self.manager.statistics
         self._num_experts = policy.context.num_experts
         self._staged: list[Move] = []
+        self._watch = watch
         self.manager.place_free_residents()
 
     def run_pass(self, step: TracePass) -> PassWork:
@@ -99,6 +107,8 @@ class ManagedReplay:
         for layer, layer_loads in enumerate(loads):
             placed = manager.replay_route(layer, step.expert_ids[layer], step.gates[layer], layer_loads)
             work.add(placed)
+            if self._watch is not None:
+                self._watch(placed)
         self._staged = manager.end_iteration(step.outcome)
         manager.place_free_residents()
         return work.done()

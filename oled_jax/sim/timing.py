@@ -48,7 +48,7 @@ class PassTime(NamedTuple):
     """Microseconds of a pass in `total`; the rest says how long each part was busy, partly at the same time.
 
     demand: transfers of misses. ahead: transfers ahead of use; late: the part of those that layers waited for.
-    cpu: experts on the CPU. ffn: experts on the device.
+    cpu: experts on the CPU; cpu_late: the part of it after the device was done. ffn: experts on the device.
     """
 
     total: float = 0.0
@@ -57,6 +57,7 @@ class PassTime(NamedTuple):
     late: float = 0.0
     cpu: float = 0.0
     ffn: float = 0.0
+    cpu_late: float = 0.0
 
     def plus(self, other: "PassTime") -> "PassTime":
         """The sum, part by part."""
@@ -77,7 +78,7 @@ class TimeModel:
         native = options.carrier is Carrier.NATIVE
         start_us = options.trunk_us + (options.planning_us if work.planned else 0.0)
         arrivals = _Arrivals(work.ahead, len(work.layers), page_us)
-        total = demand = late = cpu = ffn = 0.0
+        total = demand = late = cpu = ffn = cpu_late = 0.0
         for number, layer in enumerate(work.layers):
             wait_us = arrivals.before(number, start_us)
             demand_us, cpu_us = self._link_and_cpu(layer)
@@ -89,7 +90,8 @@ class TimeModel:
             arrivals.during(number, experts_us - link_us)
             total += start_us + experts_us
             demand, late, cpu, ffn = demand + demand_us, late + wait_us, cpu + cpu_us, ffn + resident_us + moved_us
-        return PassTime(total + options.head_us, demand, len(work.ahead) * page_us, late, cpu, ffn)
+            cpu_late += experts_us - device_us
+        return PassTime(total + options.head_us, demand, len(work.ahead) * page_us, late, cpu, ffn, cpu_late)
 
     def _link_and_cpu(self, layer: LayerWork) -> tuple[float, float]:
         """Microseconds of transfers on demand and of experts on the CPU."""

@@ -28,9 +28,10 @@ class OutputTokens:
             position = int(step.block_starts[row]) + offset
             self._written[int(step.request_ids[row])][position] = int(tokens[index])
 
-    def count(self) -> int:
-        """So far, over all requests."""
-        return sum(self._count(request, written) for request, written in self._written.items())
+    def count(self, first_request: int = 0) -> int:
+        """So far, over all requests from this one on."""
+        numbered = self._written.items()
+        return sum(self._count(request, written) for request, written in numbered if request >= first_request)
 
     def _count(self, request: int, written: dict[int, int]) -> int:
         end = math.inf

@@ -100,3 +100,13 @@ class MemoryTrace:
 
     def __iter__(self) -> Iterator[TracePass]:
         return iter(self.passes)
+
+
+def first_pass(trace: Trace, request: int) -> int:
+    """Number of the pass before which a request begins, counted from 0; all passes if there is no such request."""
+    begun = 0
+    for number, step in enumerate(trace):
+        begun += len(step.prompts)
+        if begun > request:
+            return number
+    return len(trace)
