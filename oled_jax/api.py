@@ -205,7 +205,7 @@ def load(
     opened = open_model(model, dtype, family)
     decoding, _ = decoding_for(opened, {})
     longest = positions or min(DEFAULT_POSITIONS, opened.config.max_position_embeddings)
-    shape = RunShape.reserved(longest, decoding.block_length, batch)
+    shape = RunShape.reserved(longest, decoding, batch)
     plan = plan_run(opened, cache, shape, jax.local_devices()[0])
     engine, _ = load_engine(opened, cache, plan)
     return Model(opened, engine, policy, plan, shape, longest)

@@ -90,7 +90,7 @@ def _load(options: argparse.Namespace) -> Model:
             f"an answer may take {decoding.gen_length} tokens and all turns together {positions}: "
             "lower --gen-length, or raise --context-length"
         )
-    shape = RunShape.reserved(positions, decoding.block_length, longest_chunk=LONGEST_CHUNK)
+    shape = RunShape.reserved(positions, decoding, longest_chunk=LONGEST_CHUNK)
     plan = plan_run(opened, cache, shape, jax.local_devices()[0])
     announce_plan(cache, plan)
     engine, _ = load_announced(opened, cache, plan)
@@ -161,7 +161,8 @@ class ChatSession:
         prefills = model.engine.statistics.summary(PassKind.PREFILL).passes
         speed = f", {tokens / seconds:.1f} tokens per second" if seconds > 0 else ""
         note(f"{len(self._results)} whole answers, {tokens} tokens, {passes} passes{speed}")
-        note(f"prompts: {prefills} passes; {self._conversation.kept.reused} tokens of the last one were kept")
+        if self._conversation.kept is not None:
+            note(f"prompts: {prefills} passes; {self._conversation.kept.reused} tokens of the last one were kept")
         note(cache_line(model.statistics()["cache"], model.engine.config.num_experts))
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import jax
 
 from oled_jax.config import DTYPES, DecodingConfig
+from oled_jax.decode.registry import RULES
 from oled_jax.decoding_options import decoding_for
 from oled_jax.errors import UsageError
 from oled_jax.loading import CPU_OFF, CacheOptions, OpenedModel
@@ -223,7 +224,9 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     add("--gen-length", "--max-new-tokens", dest="gen_length", type=whole_number(1), metavar="N",
         help="tokens to generate at most")  # fmt: skip
     add("--block-length", type=whole_number(1), metavar="N", help="positions denoised together")
-    add("--steps", type=whole_number(1), metavar="N", help="schedule: passes per block at most (LLaDA2.0)")
+    add("--rule", choices=tuple(RULES), help="which tokens a pass writes, of those that the model's family knows")
+    add("--steps", type=whole_number(1), metavar="N",
+        help="schedule: passes per block at most, per text (RND1); not LLaDA2.1")  # fmt: skip
     add("--mode", choices=decoding_modes(),
         help="thresholds by name (LLaDA2.1): quality: 0.7, editing 0.5; speed: 0.5, editing 0.0; "
         "--threshold and --editing-threshold go before")  # fmt: skip
@@ -232,6 +235,8 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
         help="confidence above which a token is revised (LLaDA2.1)")  # fmt: skip
     add("--max-post-steps", type=whole_number(0), metavar="N",
         help="passes over a full block at most (LLaDA2.1)")  # fmt: skip
+    add("--entropy-bound", type=number(0.0), metavar="NATS",
+        help="joint uncertainty of tokens that are written together (rule entropy-bound)")  # fmt: skip
     add("--temperature", type=number(0.0), metavar="T", help="0: greedy")
     add("--top-k", type=whole_number(0), metavar="K", help="sample among the K likeliest tokens, 0: all")
     add(
@@ -245,6 +250,9 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
         "--eos-early-stop",
         action=argparse.BooleanOptionalAction,
         help="stop inside a block once eos is final",
+    )
+    add(
+        "--pad-id", type=whole_number(0), metavar="ID", help="token behind the answer (RND1; default: the checkpoint's)"
     )
     group.add_argument("--mask-id", type=whole_number(0), metavar="ID", help="mask token (default: the checkpoint's)")
     group.add_argument(

@@ -9,7 +9,7 @@ import math
 from oled_jax.errors import CheckpointError, UsageError
 
 DTYPES = ("float32", "bfloat16", "float16")
-MIN_TEMPERATURE = 1e-4
+MIN_TEMPERATURE = 1e-4  # logits divided by less overflow float32
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
@@ -71,6 +71,8 @@ class ModelConfig:
     """Shape of a mixture-of-experts transformer. Field names are Hugging Face's.
 
     `family` names the entry of `models/registry.py` that builds it; `model_type` is what `config.json` said.
+    `bidirectional`: attention goes both ways over the whole text, so there is no KV cache. `shifted_logits`:
+    position i predicts token i + 1, not its own.
     `problems` says what is checked; a CheckpointError lists everything that is wrong.
     """
 
@@ -101,6 +103,9 @@ class ModelConfig:
     tie_word_embeddings: bool
     max_position_embeddings: int
     original_max_position_embeddings: int | None = None
+    norm_topk_prob: bool = True
+    bidirectional: bool = False
+    shifted_logits: bool = False
     dtype: str = "float32"
     mask_token_id: int | None = None
     eos_token_id: int | None = None
@@ -184,8 +189,9 @@ class DecodingConfig:
     """How text is decoded. Defaults are those of LLaDA2.0's `generate` (REFERENCE sections 6 and 7).
 
     `editing` chooses the 2.1 rule: then `editing_threshold` (None: nothing is edited), `max_post_steps` and
-    `num_to_transfer` apply, and `steps` and `minimal_topk` do not. An `eos_id` of -1 means that nothing ends
-    the text. Temperature 0 is greedy. `top_k` 0 and `top_p` 1 are off, like None.
+    `num_to_transfer` apply, `steps` and `minimal_topk` do not. `rule` names another one (`decode/registry.py`).
+    `whole_text`: the text is denoised as one, without `block_length`, and `pad_id` stands behind the answer (None:
+    eos). An `eos_id` of -1: nothing ends the text. Temperature 0 is greedy. `top_k` 0 and `top_p` 1 are off, like None.
     """
 
     mask_id: int
@@ -204,18 +210,22 @@ class DecodingConfig:
     top_p: float | None = None
     seed: int = 0
     eos_early_stop: bool = False
+    rule: str | None = None
+    whole_text: bool = False
+    entropy_bound: float = 1.0
+    pad_id: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
             ("mask_id", 0), ("eos_id", -1), ("gen_length", 0), ("block_length", 1), ("steps", 1),
             ("minimal_topk", 1), ("max_post_steps", 0), ("num_to_transfer", 1), ("temperature", 0.0),
+            ("entropy_bound", 0.0),
         ):  # fmt: skip
             value = getattr(self, name)
             _require(value >= least, f"{name} is {value}, it must be at least {least}")
-        for name in ("threshold", "editing_threshold", "temperature"):
+        for name in ("threshold", "editing_threshold", "temperature", "entropy_bound"):
             value = getattr(self, name)
             _require(value is None or math.isfinite(value), f"{name} is {value}, it must be a finite number")
-        # Logits divided by less than this overflow float32.
         _require(
             self.temperature == 0 or self.temperature >= MIN_TEMPERATURE,
             f"temperature is {self.temperature}, it must be 0 (greedy) or at least {MIN_TEMPERATURE}",
@@ -223,4 +233,18 @@ class DecodingConfig:
         _require(self.top_k is None or self.top_k >= 0, f"top_k is {self.top_k}, it must be at least 0 (0: off)")
         _require(self.top_p is None or self.top_p > 0, f"top_p is {self.top_p}, it must be above 0 (1: off)")
         _require(self.mask_id != self.eos_id, f"mask_id and eos_id are both {self.mask_id}")
+        _require(self.pad_id is None or 0 <= self.pad_id != self.mask_id, f"pad_id {self.pad_id} cannot be a pad")
+        agrees = self.rule is None or (self.rule == "edit") == self.editing
+        _require(agrees, f"rule is {self.rule!r}, but editing is {self.editing}")
         _require(0 <= self.seed < 2**32, f"seed is {self.seed}, it must be from 0 to 2**32 - 1")
+
+    @property
+    def rule_name(self) -> str:
+        """Entry of `decode.registry.RULES`."""
+        return self.rule or ("edit" if self.editing else "entropy" if self.whole_text else "threshold")
+
+    @property
+    def end_id(self) -> int:
+        """What stands behind the answer of a whole text."""
+        choices = (self.eos_id if self.pad_id is None else self.pad_id, 0, 1)
+        return next(token for token in choices if token >= 0 and token != self.mask_id)

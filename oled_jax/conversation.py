@@ -32,7 +32,10 @@ class Conversation:
         self._system = system
         shape, L = model.shape, self.decoding.block_length
         chunk = prefill_chunk(min(LONGEST_CHUNK, shape.chunk), L)
-        self.kept = KeptPrefix(model.opened.config, shape.kv_positions, chunk, L)
+        # A text that is denoised as a whole leaves nothing to keep.
+        self.kept: KeptPrefix | None = None
+        if not self.decoding.whole_text:
+            self.kept = KeptPrefix(model.opened.config, shape.kv_positions, chunk, L)
         self.messages: list[dict[str, str]] = []
         self.reset()
 
@@ -42,7 +45,8 @@ class Conversation:
 
     def prepare(self) -> None:
         """Compiles what answers need, so that the first need not wait for it."""
-        self.model.engine.prepare(self.decoding.block_length, self.decoding, kept=self.kept)
+        if self.kept is not None:
+            self.model.engine.prepare(self.decoding.block_length, self.decoding, kept=self.kept)
 
     def send(self, text: str) -> Generator[Event, None, None]:
         """The user's next turn; yields the run's events.

@@ -8,16 +8,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from oled_jax.config import DecodingConfig
+from oled_jax.decode.registry import RULE_SETTINGS, RULES
 from oled_jax.errors import UsageError
 from oled_jax.loading import OpenedModel
 from oled_jax.models.llada2 import LLADA2, LLADA21
 from oled_jax.models.registry import Family, siblings
 from oled_jax.text import TokenIds, resolve_token_ids
 
-FIELDS = tuple(f.name for f in dataclasses.fields(DecodingConfig) if f.name not in ("mask_id", "eos_id", "editing"))
+FIELDS = tuple(
+    f.name for f in dataclasses.fields(DecodingConfig) if f.name not in ("mask_id", "eos_id", "editing", "whole_text")
+)
 EDITING_ONLY = ("editing_threshold", "max_post_steps", "num_to_transfer")
 SCHEDULE_ONLY = ("steps", "minimal_topk")
 SAMPLING_ONLY = ("top_k", "top_p", "seed")
+FLAG_ONLY = ("rule", "entropy_bound", "pad_id")  # names that a generation_config.json does not use for these
 OPTIONAL = ("editing_threshold", "top_k", "top_p")
 WHOLE = (
     "gen_length",
@@ -28,6 +32,7 @@ WHOLE = (
     "num_to_transfer",
     "top_k",
     "seed",
+    "pad_id",
 )
 
 
@@ -56,25 +61,40 @@ def decoding_for(model: OpenedModel, flags: Mapping[str, Any]) -> tuple[Decoding
             f"{model.label} says {model.config.model_type}, so it is decoded as LLaDA2.0: --family {LLADA21.name} "
             "decodes it with editing, as LLaDA2.1"
         )
-    decoding = resolve_decoding(flags, family=model.family, generation_config=model.generation_config, ids=ids)
+    decoding = resolve_decoding(
+        flags,
+        family=model.family,
+        generation_config=model.generation_config,
+        raw_config=model.raw_config,
+        ids=ids,
+    )
     return decoding, tuple(notes)
 
 
 def resolve_decoding(
-    flags: Mapping[str, Any], *, family: Family, generation_config: Mapping[str, Any], ids: TokenIds
+    flags: Mapping[str, Any],
+    *,
+    family: Family,
+    generation_config: Mapping[str, Any],
+    ids: TokenIds,
+    raw_config: Mapping[str, Any] | None = None,
 ) -> DecodingConfig:
     """The effective decoding settings.
 
     Args:
       flags: what the user gave, by field of `DecodingConfig`, and `mode`; other names are ignored.
-      generation_config: the checkpoint's, with Hugging Face's names or the fields' own.
+      generation_config: the checkpoint's, with Hugging Face's names, the family's or the fields' own.
+      raw_config: `config.json`; counts for the family's own keys (`Family.decoding_keys`).
 
     Raises:
       UsageError: a flag without effect, or an impossible value.
     """
     given = {name: flags[name] for name in FIELDS if name in flags}
+    _check_rule(given.get("rule"), family)
     preset = _preset(flags.get("mode"), given, family)
-    values = {**family.decoding, **_from_checkpoint(generation_config), **preset, **given, **dataclasses.asdict(ids)}
+    stored = {**_family_keys(raw_config or {}, family, "config.json"), **_from_checkpoint(generation_config)}
+    stored |= _family_keys(generation_config, family, "generation_config.json")
+    values = {**family.decoding, **stored, **preset, **given, **dataclasses.asdict(ids)}
     del values["notes"]
     decoding = DecodingConfig(**values)
     _refuse_idle(given, decoding, family)
@@ -86,31 +106,60 @@ def resolve_decoding(
 
 def idle_fields(decoding: DecodingConfig) -> tuple[str, ...]:
     """Fields that change nothing under these settings."""
-    idle: tuple[str, ...] = SCHEDULE_ONLY if decoding.editing else EDITING_ONLY
+    used = RULES[decoding.rule_name].settings
+    idle = tuple(name for name in RULE_SETTINGS if name not in used)
     if decoding.editing and decoding.editing_threshold is None:
         idle += ("max_post_steps",)
+    idle += ("block_length",) if decoding.whole_text else ("pad_id",)
     return idle + (SAMPLING_ONLY if decoding.temperature == 0 else ())
 
 
 def effective_settings(decoding: DecodingConfig) -> dict[str, Any]:
     """Every field, None where it does not apply."""
     idle = idle_fields(decoding)
-    return {name: None if name in idle else value for name, value in dataclasses.asdict(decoding).items()}
+    values = dataclasses.asdict(decoding) | {"rule": decoding.rule_name}
+    if decoding.whole_text:
+        values["pad_id"] = decoding.end_id
+    return {name: None if name in idle else value for name, value in values.items()}
+
+
+def _check_rule(rule: str | None, family: Family) -> None:
+    if rule is not None and rule not in family.rules:
+        known = ", ".join(family.rules)
+        raise UsageError(f"--rule {rule}: models of family {family.name} are decoded by {known}")
 
 
 def _refuse_idle(given: Mapping[str, Any], decoding: DecodingConfig, family: Family) -> None:
     for name in idle_fields(decoding):
-        if name not in given:
-            continue
-        if name in SAMPLING_ONLY:
-            why = "at temperature 0 nothing is drawn: give --temperature above 0 too, or leave it out"
-        elif decoding.editing and name in EDITING_ONLY:
-            why = "with --editing-threshold none nothing is edited: leave it out"
-        elif decoding.editing:
-            why = f"models of family {family.name} have no schedule: leave it out, or use --max-post-steps"
-        else:
-            why = f"models of family {family.name} do not edit tokens: leave it out{_other_family(family)}"
-        raise UsageError(f"{_flag(name)} has no effect, {why}")
+        if name in given:
+            why = _why_idle(name, decoding, family)
+            raise UsageError(f"{_flag(name)} has no effect, {why}")
+
+
+def _why_idle(name: str, decoding: DecodingConfig, family: Family) -> str:
+    models = f"models of family {family.name}"
+    if name in SAMPLING_ONLY:
+        return "at temperature 0 nothing is drawn: give --temperature above 0 too, or leave it out"
+    if name == "block_length":
+        return f"{models} denoise the whole text at once: leave it out"
+    if name == "pad_id":
+        return f"{models} put nothing behind the answer: leave it out"
+    if decoding.editing and name in EDITING_ONLY:
+        return "with --editing-threshold none nothing is edited: leave it out"
+    if decoding.editing and name in SCHEDULE_ONLY:
+        return f"{models} have no schedule: leave it out, or use --max-post-steps"
+    if name in EDITING_ONLY:
+        return f"{models} do not edit tokens: leave it out{_other_family(family)}"
+    others = [rule for rule in family.rules if name in RULES[rule].settings]
+    instead = f", or give --rule {' or '.join(others)}" if others else ""
+    return f"the acceptance rule {decoding.rule_name} does not go by it: leave it out{instead}"
+
+
+def _family_keys(stored: Mapping[str, Any], family: Family, source: str) -> dict[str, Any]:
+    """Fields that a file sets under the family's own names. Null sets nothing."""
+    found = {name: stored.get(key) for key, name in family.decoding_keys.items()}
+    keys = {name: key for key, name in family.decoding_keys.items()}
+    return {name: _checked(name, value, keys[name], source) for name, value in found.items() if value is not None}
 
 
 def _preset(mode: str | None, given: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
@@ -142,14 +191,18 @@ def _from_checkpoint(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     sampling = ("temperature", "top_k", "top_p")
     found = {}
     for name in FIELDS:
-        if name in generation_config and (name not in sampling or generation_config.get("do_sample")):
+        if (
+            name in generation_config
+            and name not in FLAG_ONLY
+            and (name not in sampling or generation_config.get("do_sample"))
+        ):
             found[name] = _checked(name, generation_config[name])
     if "gen_length" not in found and generation_config.get("max_new_tokens") is not None:
         found["gen_length"] = _checked("gen_length", generation_config["max_new_tokens"], key="max_new_tokens")
     return {name: value for name, value in found.items() if value is not None or name in OPTIONAL}
 
 
-def _checked(name: str, value: Any, key: str | None = None) -> Any:
+def _checked(name: str, value: Any, key: str | None = None, source: str = "generation_config.json") -> Any:
     """`value` if it has the field's type; null passes."""
     if value is None:
         return None
@@ -161,4 +214,4 @@ def _checked(name: str, value: Any, key: str | None = None) -> Any:
         right, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
     if right:
         return value
-    raise UsageError(f"generation_config.json: {key or name} is {value!r}, it must be {wanted}")
+    raise UsageError(f"{source}: {key or name} is {value!r}, it must be {wanted}")

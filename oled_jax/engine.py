@@ -8,7 +8,7 @@ import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxtyping import Int, Int32
 from oled_jax.config import DecodingConfig, ModelConfig
 from oled_jax.decode.block_diffusion import BlockDiffusion
 from oled_jax.decode.events import Event, FinishEvent, Result
+from oled_jax.decode.whole_text import one_block
 from oled_jax.errors import UsageError
 from oled_jax.models.kv_cache import KVCache
 from oled_jax.models.registry import assemble
@@ -38,6 +39,9 @@ from oled_jax.program import PassInputs, PassSpec, Trunk, fill_pool, forward_pas
 from oled_jax.recording import Recording, open_recording
 from oled_jax.session import Session
 from oled_jax.traces.files import TraceWriter
+from oled_jax.whole_text_session import WholeTextSession
+
+Cache = TypeVar("Cache", bound=KVCache | None)
 
 
 @runtime_checkable
@@ -132,20 +136,25 @@ class Engine:
           kept: keys and values of an earlier run, and where this one's are left; for a single prompt.
 
         Raises:
-          UsageError: a token id lies outside the vocabulary; or a trace of another block length is being recorded.
+          UsageError: a token id lies outside the vocabulary, the model cannot be decoded like this, or a trace of
+            another block length is being recorded.
           RuntimeError: another run of this engine has not ended, or a pass failed (the engine can be used again).
           Exception: whatever a policy raised, as itself.
         """
         self._check_ids(prompts, decoding)
         if not prompts:
             return
+        self._check_way(decoding)
+        session_type: type[Session] = Session
+        if decoding.whole_text:
+            session_type, decoding = WholeTextSession, one_block(prompts, decoding)
         if kept is not None and (len(prompts) > 1 or kept.block_length != decoding.block_length):
             raise ValueError("a kept prefix is for one prompt, and of one block length")
         with self._alone():
             places = min(batch or len(prompts), len(prompts))
             if self._recording is not None:
-                self._recording.begin_run(places, decoding.block_length)
-            session = Session(self, prompts, decoding, places, kept)
+                self._recording.begin_run(places, decoding)
+            session = session_type(self, prompts, decoding, places, kept)
             self._set_shares(session.shares)
             try:
                 for event in BlockDiffusion(session, decoding).run(prompts, places):
@@ -154,8 +163,8 @@ class Engine:
                 self._set_shares(None)
                 session.close()
 
-    def prepare(self, prompt_length: int, decoding: DecodingConfig, *, kept: KeptPrefix | None = None) -> None:
-        """Compiles the programs of runs of one such prompt, ahead of them; runs nothing."""
+    def prepare(self, prompt_length: int, decoding: DecodingConfig, *, kept: KeptPrefix) -> None:
+        """Compiles the programs of runs of one such prompt with a kept prefix, ahead of them; runs nothing."""
         with self._alone():
             Session(self, [[decoding.mask_id] * prompt_length], decoding, 1, kept).close()
 
@@ -228,10 +237,11 @@ class Engine:
         if self.cpu_experts is not None:
             self.cpu_experts.close()
 
-    def run_pass(
-        self, info: PassInfo, inputs: PassInputs, cache: KVCache, block_length: int
-    ) -> tuple[KVCache, jax.Array]:
+    def run_pass(self, info: PassInfo, inputs: PassInputs, cache: Cache, block_length: int) -> tuple[Cache, jax.Array]:
         """One forward pass, complete when this returns.
+
+        Args:
+          cache: None: over whole texts, for models that are `bidirectional`.
 
         Returns:
           the cache, and the hidden states [B, T, D].
@@ -355,8 +365,16 @@ class Engine:
             outside = [token for token in prompt if not 0 <= token < V]
             if outside:
                 raise UsageError(f"prompt {row}: token id {outside[0]} is outside the vocabulary of {V}")
-        if decoding.mask_id >= V:
-            raise UsageError(f"mask_id {decoding.mask_id} is outside the vocabulary of {V}")
+        for name in ("mask_id", "pad_id"):
+            token = getattr(decoding, name)
+            if token is not None and token >= V:
+                raise UsageError(f"{name} {token} is outside the vocabulary of {V}")
+
+    def _check_way(self, decoding: DecodingConfig) -> None:
+        if decoding.whole_text != self.config.bidirectional:
+            way = "whole texts" if self.config.bidirectional else "block by block"
+            family = self.config.family
+            raise UsageError(f"models of family {family} decode {way}, whole_text is {decoding.whole_text}")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

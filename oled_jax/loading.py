@@ -17,6 +17,7 @@ from oled_jax.convert.hub import resolve_model
 from oled_jax.cost.lookup import profile_for
 from oled_jax.cost.measure import profile_key
 from oled_jax.cost.profile import UNMEASURED
+from oled_jax.decode.whole_text import rounded_up, text_capacity
 from oled_jax.demo.shipped import LABEL, demo_model_dir
 from oled_jax.engine import Engine, WeightSource, load_offloaded, load_resident
 from oled_jax.errors import UsageError
@@ -29,7 +30,8 @@ from oled_jax.offload.cpu_experts.registry import AUTO
 from oled_jax.offload.residency import DEFAULT_SPARE
 from oled_jax.policies.base import Policy, PolicyContext
 from oled_jax.policies.registry import POLICIES, make_policy, parse_policy
-from oled_jax.session import kv_capacity, prefill_chunk, round_positions
+from oled_jax.program import HEAD_POSITIONS
+from oled_jax.session import kv_capacity, prefill_chunk
 from oled_jax.text import TextCodec
 
 CPU_OFF = "off"
@@ -87,7 +89,7 @@ def _open_checkpoint(directory: Path, label: str, dtype: str | None) -> OpenedMo
         config=dataclasses.replace(checkpoint.config, dtype=dtype or checkpoint.config.dtype),
         raw_config=checkpoint.raw_config,
         generation_config=checkpoint.generation_config,
-        codec=TextCodec.open(directory),
+        codec=TextCodec.open(directory, checkpoint.family.chat_template),
         weights=checkpoint,
     )
 
@@ -206,7 +208,10 @@ def _slots_of_gigabytes(gigabytes: float, config: ModelConfig, spare: int) -> in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunShape:
-    """What a run needs beyond the weights. Positions of the KV cache, of a prefill pass, of a block."""
+    """What a run needs beyond the weights. Positions of the KV cache, of a prefill pass, of a block.
+
+    Whole texts: no KV cache, the one kind of pass there is, and what the head works on at a time.
+    """
 
     batch: int
     kv_positions: int
@@ -217,6 +222,9 @@ class RunShape:
     def of(cls, prompt_lengths: Sequence[int], decoding: DecodingConfig, batch: int | None = None) -> "RunShape":
         """batch: rows, as for `Engine.stream`; None: all prompts at once."""
         batch = min(batch or len(prompt_lengths), len(prompt_lengths))
+        if decoding.whole_text:
+            chunk = text_capacity(prompt_lengths, decoding)
+            return cls(batch=batch, kv_positions=0, chunk=chunk, block_length=HEAD_POSITIONS)
         return cls(
             batch=batch,
             kv_positions=kv_capacity(prompt_lengths, decoding, batch),
@@ -226,7 +234,7 @@ class RunShape:
 
     @classmethod
     def reserved(
-        cls, positions: int, block_length: int, batch: int = 1, longest_chunk: int | None = None
+        cls, positions: int, decoding: DecodingConfig, batch: int = 1, longest_chunk: int | None = None
     ) -> "RunShape":
         """For runs yet unknown, of at most so many tokens of prompt and answer together.
 
@@ -235,13 +243,13 @@ class RunShape:
         Args:
           longest_chunk: positions of a prompt pass at most; None: as for any run.
         """
-        chunk = prefill_chunk(min(positions, longest_chunk or positions), block_length, batch)
-        return cls(
-            batch=batch,
-            kv_positions=round_positions(positions + block_length + chunk),
-            chunk=chunk,
-            block_length=block_length,
-        )
+        if decoding.whole_text:
+            return cls(batch=batch, kv_positions=0, chunk=rounded_up(positions + 1), block_length=HEAD_POSITIONS)
+        L = decoding.block_length
+        longest = min(positions, longest_chunk or positions)
+        alone = prefill_chunk(longest, L)  # fewer rows have longer chunks
+        chunk = max(prefill_chunk(longest, L, batch), -(-alone // (batch * L)) * L)
+        return cls(batch=batch, kv_positions=rounded_up(positions + L + chunk), chunk=chunk, block_length=L)
 
 
 def plan_run(model: OpenedModel, cache: CacheOptions, shape: RunShape, device: jax.Device) -> MemoryPlan:

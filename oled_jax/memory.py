@@ -154,7 +154,7 @@ def plan_memory(
       config: the model, with the dtype it will have.
       total_slots, spare: of the pool.
       batch: B.
-      kv_positions: capacity of the KV cache.
+      kv_positions: capacity of the KV cache, 0: there is none.
       chunk: positions of one prefill pass.
       block_length: positions of the other passes.
       resident, unified, device_free, host_free: see `MemoryPlan`.
@@ -203,7 +203,8 @@ def activation_bytes(config: ModelConfig, batch: int, chunk: int, block_length: 
     N, D, itemsize = batch * chunk, config.hidden_size, jnp.dtype(config.dtype).itemsize
     items = ItemShape(num_tokens=N, top_k=config.num_experts_per_tok, num_experts=config.num_experts)
     item_rows = items.max_items * items.rows * D * itemsize * (1 if items.direct else 2)
-    attention = 2 * 4 * N * config.num_attention_heads * kv_positions
+    keys = kv_positions or chunk  # without a KV cache a chunk sees itself
+    attention = 2 * 4 * N * config.num_attention_heads * keys
     experts = N * config.num_experts_per_tok * D * (itemsize + 4)
     dense = N * (D + 3 * config.intermediate_size) * itemsize
     head = 3 * 4 * batch * block_length * config.vocab_size

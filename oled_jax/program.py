@@ -16,12 +16,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from oled_jax.config import ModelConfig
-from oled_jax.decode.sampling import predict, row_keys
+from oled_jax.decode.sampling import entropy, predict, row_keys
 from oled_jax.models.kv_cache import KVCache
 from oled_jax.models.layers import head_logits
-from oled_jax.models.llada2 import block_mask
 from oled_jax.models.moe import Experts
 from oled_jax.models.registry import family_named
+from oled_jax.models.trunk import block_mask, full_mask
 from oled_jax.offload.carriers.registry import make_carrier
 from oled_jax.offload.layer import ExpertCarry, OffloadedExperts, ReplayedExperts, ResidentExperts
 from oled_jax.offload.observed import Comparison, History, ObservedCarry, ObservedExperts
@@ -32,17 +32,24 @@ from oled_jax.ops.grouping import ItemShape
 # The leaves of the trunk's NNX state. A program's call flattens its arguments: that takes 0.9 ms for a state and 0.1 ms
 # for a tuple of its 221 arrays (LLaDA2.0-mini's trunk, one x86-64 core).
 Trunk = tuple[Array, ...]
+HEAD_POSITIONS = 64  # of a whole text that the head works on at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What `decode.sampling.predict` needs to know when the program is compiled."""
+    """What `sample` needs to know when it is compiled.
+
+    entropy: of every position, too. shifted: a position's logits are of the one after it. The rest is for
+    `decode.sampling.predict`.
+    """
 
     mask_id: int
     temperature: float
     top_k: int | None
     top_p: float | None
     editing: bool
+    entropy: bool = False
+    shifted: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,15 +112,16 @@ def forward_pass(
     trunk: Trunk,
     store: Sequence[Pool],
     pool: Pool,
-    cache: KVCache,
+    cache: KVCache | None,
     inputs: PassInputs,
     history: History = (),
-) -> tuple[Pool, KVCache, PassOutputs]:
+) -> tuple[Pool, KVCache | None, PassOutputs]:
     """One pass through the trunk. Pool, cache and history are donated and updated in place.
 
     Args:
       trunk: of `trunk_arrays`.
       store: pages of each MoE layer in host memory; empty if every page is resident.
+      cache: None if attention goes both ways over the chunk, which then is the whole text.
       history: earlier layer inputs, if `inputs.iterations` says how to compare them.
 
     Returns:
@@ -123,7 +131,8 @@ def forward_pass(
     model = merge_trunk(config, trunk)
     B, T = inputs.tokens.shape
     positions = inputs.starts[:, None] + jnp.arange(T, dtype=jnp.int32)
-    mask = block_mask(positions, cache.capacity, spec.block_length)
+    L = spec.block_length
+    mask = full_mask(inputs.token_mask) if cache is None else block_mask(positions, cache.capacity, L)
     items = ItemShape(num_tokens=B * T, top_k=config.num_experts_per_tok, num_experts=config.num_experts)
     experts: Experts
     if spec.spare is None:
@@ -168,7 +177,7 @@ def sample(
     seed: Int32[Array, ""],
     requests: Int32[Array, " B"],
     pass_index: Int32[Array, "*B"],
-) -> Int32[Array, "2 B T"]:
+) -> Int32[Array, "R B T"]:
     """The head, and one token with its confidence per position.
 
     A program of its own: prefill and commit passes go without, and `forward_pass` is not compiled for every sampling.
@@ -179,18 +188,52 @@ def sample(
       seed, requests, pass_index: of the random keys (`decode.sampling.row_keys`).
 
     Returns:
-      tokens and the bits of their float32 confidence: one array, since each one that is brought to the host takes a
-      quarter of a millisecond.
+      tokens, and the bits of their float32 confidence and, if it is asked for, entropy: one array, since each one that
+      is brought to the host takes a quarter of a millisecond.
     """
     keys = row_keys(seed, requests, pass_index) if sampling.temperature > 0 else None
-    tokens, confidence = predict(head_logits(hidden, head), keys, **dataclasses.asdict(sampling))
-    return jnp.stack([tokens, jax.lax.bitcast_convert_type(confidence, jnp.int32)])
+    if sampling.shifted:
+        # Position 0 has no position before it; its token is always given.
+        hidden = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
+    if not sampling.entropy:
+        return _sample_part(sampling, head, hidden, keys)
+    B, T, D = hidden.shape
+    parts = hidden.reshape(B, -1, HEAD_POSITIONS, D).swapaxes(0, 1)
+
+    def of_part(numbered: tuple[Array, Array]) -> Array:
+        number, part = numbered
+        own = None if keys is None else jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, number)
+        return _sample_part(sampling, head, part, own)
+
+    # One part after the other: the logits of a whole text would take more memory than its layers.
+    sampled = jax.lax.map(of_part, (jnp.arange(T // HEAD_POSITIONS), parts))
+    return jnp.moveaxis(sampled, 0, 2).reshape(-1, B, T)
 
 
-def unpack_sample(packed: jax.Array) -> tuple[Int32[np.ndarray, "B T"], Float32[np.ndarray, "B T"]]:
-    """Tokens and confidence of what `sample` returned, on the host."""
-    tokens, confidence = np.asarray(packed)
-    return tokens, confidence.view(np.float32)
+def _sample_part(
+    sampling: Sampling, head: Float[Array, "V D"], hidden: Float[Array, "B T D"], keys: Array | None
+) -> Int32[Array, "R B T"]:
+    logits = head_logits(hidden, head)
+    settings = dataclasses.asdict(sampling)
+    del settings["entropy"], settings["shifted"]
+    tokens, confidence = predict(logits, keys, **settings)
+    real = [confidence, entropy(logits, sampling.temperature)] if sampling.entropy else [confidence]
+    return jnp.stack([tokens, *(jax.lax.bitcast_convert_type(values, jnp.int32) for values in real)])
+
+
+class Sampled(NamedTuple):
+    """One token per position, its confidence, and the entropy if it was asked for."""
+
+    tokens: Int32[np.ndarray, "B T"]
+    confidence: Float32[np.ndarray, "B T"]
+    entropy: Float32[np.ndarray, "B T"] | None
+
+
+def unpack_sample(packed: jax.Array) -> Sampled:
+    """What `sample` returned, on the host."""
+    tokens, *real = np.asarray(packed)
+    confidence, uncertainty = [*(values.view(np.float32) for values in real), None][:2]
+    return Sampled(tokens, confidence, uncertainty)
 
 
 @functools.partial(jax.jit, donate_argnames="pool")

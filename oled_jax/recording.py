@@ -18,7 +18,7 @@ from oled_jax.offload.observed import History, empty_history
 from oled_jax.policies.base import PassInfo
 from oled_jax.program import PassInputs, PassOutputs
 from oled_jax.traces.files import TraceWriter
-from oled_jax.traces.record import TraceRecorder, recorded_header
+from oled_jax.traces.record import TraceRecorder, recorded_header, traced_block_length
 
 
 class Recording:
@@ -40,15 +40,15 @@ class Recording:
         self.history: History = ()
         self._config = config
 
-    def begin_run(self, batch: int, block_length: int) -> None:
+    def begin_run(self, batch: int, decoding: DecodingConfig) -> None:
         """So many requests are about to begin. Raises UsageError if the trace is of another block length."""
-        recorded = self.writer.header.block_length
+        recorded, block_length = self.writer.header.block_length, traced_block_length(decoding)
         if block_length != recorded:
             raise UsageError(
                 f"trace {self.writer.path} is of block length {recorded}, this run of {block_length}: record another"
             )
         if self.hidden:
-            history = empty_history(self._config, batch, block_length)
+            history = empty_history(self._config, batch, decoding.block_length)
             # Committed, as what a pass returns is: else the second pass would compile anew.
             self.history = jax.device_put(history, jax.local_devices()[0])
 

@@ -16,7 +16,8 @@ from oled_jax.config import DecodingConfig
 from oled_jax.decode.block_diffusion import Prediction
 from oled_jax.decode.events import FinishEvent
 from oled_jax.decode.sampling import request_numbers
-from oled_jax.models.kv_cache import init_kv_cache
+from oled_jax.decode.whole_text import rounded_up
+from oled_jax.models.kv_cache import KVCache, init_kv_cache
 from oled_jax.offload.shares import CacheShares
 from oled_jax.passes import PassKind, PassOutcome
 from oled_jax.policies.base import IterationOutcome, PassInfo
@@ -55,13 +56,7 @@ def kv_capacity(prompt_lengths: Sequence[int], decoding: DecodingConfig, batch: 
     needed = max(canvas, math.ceil(longest // L * L / chunk) * chunk, L)
     if 1 < batch < requests:
         needed += chunk
-    return round_positions(needed)
-
-
-def round_positions(needed: int) -> int:
-    """At least as many positions, of few different values, so that runs of like lengths share programs."""
-    step = max(64, 1 << max(0, needed.bit_length() - 3))
-    return math.ceil(needed / step) * step
+    return rounded_up(needed)
 
 
 class Session:
@@ -92,20 +87,16 @@ class Session:
             temperature=decoding.temperature,
             top_k=decoding.top_k,
             top_p=decoding.top_p,
-            editing=decoding.editing,
+            editing=decoding.editing or decoding.whole_text,  # RND1 compares logits, too
+            entropy=decoding.whole_text,
+            shifted=engine.config.shifted_logits,
         )
         self._kept = kept
         self._first = 0  # where the first prompt pass begins
-        cache = None
-        if kept is None:
-            positions = kv_capacity(lengths, decoding, places)
-            self._chunk = prefill_chunk(max(lengths, default=0), decoding.block_length, places)
-        else:
-            cache, positions, self._chunk = kept.take(), kept.positions, kept.chunk
-        if cache is None:
-            # Committed, as what a pass returns is: else the second pass would compile anew.
-            cache = jax.device_put(init_kv_cache(engine.config, places, positions), jax.local_devices()[0])
-        self._cache = cache
+        self._chunk = prefill_chunk(max(lengths, default=0), decoding.block_length, places)
+        if kept is not None:
+            self._chunk = kept.chunk
+        self._cache = self._first_cache(lengths, places)
         self._numbers = request_numbers(prompts)
         self.shares = CacheShares(places, engine.config.num_experts)
         # Of the request in each place:
@@ -117,15 +108,27 @@ class Session:
         self._iterations = np.zeros(places, np.int32)  # denoise and edit passes so far over its block
         self._warm_up(prefills=max(lengths, default=0) >= decoding.block_length)
 
+    def _first_cache(self, lengths: Sequence[int], places: int) -> KVCache | None:
+        """Keys and values of the run before, or of nothing yet, for prompts of these lengths."""
+        if self._kept is None:
+            positions = kv_capacity(lengths, self._decoding, places)
+        else:
+            positions, cache = self._kept.positions, self._kept.take()
+            if cache is not None:
+                return cache
+        # Committed, as what a pass returns is: else the second pass would compile anew.
+        return jax.device_put(init_kv_cache(self._engine.config, places, positions), jax.local_devices()[0])
+
     def _warm_up(self, *, prefills: bool) -> None:
         """Compiles the run's programs by passes in which no token routes, so that no compilation is timed."""
         B, L = self._confidence.shape
         chunk = (self._chunk,) if prefills else ()
         for kind, width in zip((PassKind.DENOISE, PassKind.PREFILL), (L, *chunk), strict=False):
             # Written where no text stands: the cache may hold that of an earlier run.
-            tokens, starts = np.zeros((B, width), np.int32), np.full(B, self._cache.capacity - width, np.int32)
+            capacity = width if self._cache is None else self._cache.capacity
+            tokens, starts = np.zeros((B, width), np.int32), np.full(B, capacity - width, np.int32)
             nothing = np.zeros((B, width), bool)
-            shape = (width, L, self._cache.capacity, B, self._sampling)
+            shape = (width, L, capacity, B, self._sampling)
             with self._engine.warm_up(kind, shape) as cold:
                 if cold:
                     iterations = np.full(B, -1, np.int32) if kind is PassKind.DENOISE else None
@@ -151,15 +154,17 @@ class Session:
 
     def prefill(self, tokens: Int32[np.ndarray, "B P"], lengths: Int32[np.ndarray, " B"]) -> None:
         """Whole prompt blocks into the KV cache, in equal chunks."""
+        if self._cache is None:
+            raise RuntimeError("a run without a KV cache has nothing to prefill")
         B, P = tokens.shape
-        chunk = self._chunk
+        chunk, capacity = self._chunk, self._cache.capacity
         for start in range(self._first, P, chunk):
             part = np.full((B, chunk), self._decoding.mask_id, np.int32)
             width = min(chunk, P - start)
             part[:, :width] = tokens[:, start : start + width]
             mask = start + np.arange(chunk) < lengths[:, None]
             # Every row writes a chunk. One that has none here writes it where it will never look (`kv_capacity`).
-            starts = np.where(mask[:, 0], start, self._cache.capacity - chunk).astype(np.int32)
+            starts = np.where(mask[:, 0], start, capacity - chunk).astype(np.int32)
             ones = np.ones((B, chunk), np.float32)
             self.shares.begin_pass(np.zeros(B, bool))
             self._run(PassKind.PREFILL, part, starts, mask, ones)
@@ -193,7 +198,7 @@ class Session:
             self._engine.begin_block()
         if self._kept is not None:
             self._kept.saw(int(starts[0]), tokens[0])
-        mask = np.broadcast_to(active[:, None], tokens.shape)
+        mask = self._real(active, tokens.shape[1])
         compared = active & ~commit
         self.shares.begin_pass(compared)
         hidden = self._run(kind, tokens, starts, mask, self._confidence, np.where(compared, self._iterations, -1))
@@ -206,12 +211,16 @@ class Session:
 
     def close(self) -> None:
         """The run is over, or given up."""
-        if self._kept is not None:
+        if self._kept is not None and self._cache is not None:
             self._kept.give_back(self._cache)
 
     def _sample(self, hidden: jax.Array, passes: Int32[np.ndarray, " B"]) -> jax.Array:
         seed = np.int32(self._decoding.seed)
         return sample(self._sampling, self._engine.head, hidden, seed, self._numbers[self._request], passes)
+
+    def _real(self, active: Bool[np.ndarray, " B"], width: int) -> Bool[np.ndarray, "B T"]:
+        """Positions of a pass that hold a token: they route and are seen."""
+        return np.broadcast_to(active[:, None], (len(active), width))
 
     def end_pass(self, outcome: PassOutcome) -> None:
         """Gives the cache manager what the decoder did."""

@@ -38,14 +38,20 @@ class TextCodec:
         self._source = source
 
     @classmethod
-    def open(cls, directory: Path) -> "TextCodec":
+    def open(cls, directory: Path, chat_template: str | None = None) -> "TextCodec":
         """Loads the tokenizer of a checkpoint directory, if it has one: no network, none of its code.
+
+        Args:
+          chat_template: takes the place of the tokenizer's.
 
         Raises:
           UsageError: there are tokenizer files, but no tokenizer can be made of them.
         """
         present = any((directory / name).exists() for name in VOCABULARY_FILES)
-        return cls(_load_tokenizer(directory) if present else None, str(directory))
+        tokenizer = _load_tokenizer(directory) if present else None
+        if tokenizer is not None and chat_template is not None:
+            tokenizer.chat_template = chat_template
+        return cls(tokenizer, str(directory))
 
     @property
     def available(self) -> bool:

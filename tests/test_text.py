@@ -56,6 +56,21 @@ def plain(tmp_path):
     return TextCodec.open(save_tokenizer(tmp_path / "plain", template=None))
 
 
+def test_a_family_may_have_a_template_of_its_own(tmp_path):
+    template = family_of({"model_type": "rnd1"}).chat_template
+    codec = TextCodec.open(save_tokenizer(tmp_path, eos_token="<eos>"), template)
+
+    def text(messages):
+        return codec._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+    # The words of the published demo.
+    question, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+    assert text([question]) == "Question: Why?\nAnswer:"
+    assert text([question, answer, question]) == "Question: Why?\nAnswer: So.\n\nQuestion: Why?\nAnswer:"
+    assert text([{"role": "system", "content": "Be brief."}, question]).startswith("Be brief.\n\nQuestion:")
+    assert codec.encode_prompt("hello world", use_chat_template=False) == ids("hello", "world")
+
+
 def test_prompt_goes_through_the_chat_template(codec):
     assert codec.has_chat_template
     assert codec.encode_prompt("hello world") == ids("<user>", "hello", "world", "<assistant>")

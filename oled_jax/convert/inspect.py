@@ -1,18 +1,20 @@
 """What a checkpoint is and what of it fits on this machine, as lines for a user."""
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
 from oled_jax.config import DecodingConfig
 from oled_jax.convert.checkpoint import ConvertedCheckpoint
 from oled_jax.convert.weights import StoredWeights
+from oled_jax.loading import RunShape
 from oled_jax.machine import device_free_bytes, host_free_bytes, is_unified
 from oled_jax.memory import MARGIN, MemoryPlan, format_bytes, page_bytes, plan_memory, trunk_bytes
 from oled_jax.offload.residency import DEFAULT_SPARE
-from oled_jax.session import kv_capacity, prefill_chunk
 
-PROMPT_LENGTH = 512  # what the table assumes; decoding as `DecodingConfig` has it
+PROMPT_LENGTH = 512  # what the table assumes; decoding as the family's model card recommends
 
 
 def describe_checkpoint(weights: StoredWeights, device: jax.Device) -> list[str]:
@@ -88,15 +90,14 @@ def _row(name: str, plan: MemoryPlan) -> str:
 
 def _plan(weights: StoredWeights, device: jax.Device, *, resident: bool = False) -> MemoryPlan:
     config = weights.config
-    decoding = DecodingConfig(mask_id=0, eos_id=-1)
+    recommended: dict[str, Any] = dict(weights.family.decoding)
+    decoding = DecodingConfig(mask_id=0, eos_id=-1, **recommended)
+    shape = RunShape.of([PROMPT_LENGTH], decoding)
     return plan_memory(
         config,
         total_slots=config.num_moe_layers * (config.num_experts if resident else 1),
         spare=0 if resident else DEFAULT_SPARE,
-        batch=1,
-        kv_positions=kv_capacity([PROMPT_LENGTH], decoding),
-        chunk=prefill_chunk(PROMPT_LENGTH, decoding.block_length),
-        block_length=decoding.block_length,
+        **dataclasses.asdict(shape),
         resident=resident,
         unified=is_unified(device),
         device_free=device_free_bytes(device),

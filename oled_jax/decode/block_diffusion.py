@@ -4,11 +4,11 @@ Owns the order of passes, and who is in the batch: a row that has ended leaves i
 (`seats.py`). What is written is the rule's decision (`unmask.py`), a row's progress is the row's (`row.py`), the
 model and its KV cache are the denoiser's. NumPy only.
 
-The text is that of the published `generate` functions (REFERENCE sections 6 and 7), with these deliberate
-differences:
+The text is that of the published `generate` functions (REFERENCE sections 6, 7 and 10), with these deliberate
+differences. For every family:
 
-1. The mask token is never predicted (`sampling.py`). The reference may leave masks in the output (2.0), or
-   edit a token back to a mask or loop without end (2.1).
+1. The mask token is never predicted (`sampling.py`). The reference may leave masks in the output (2.0, RND1),
+   edit a token back to a mask or loop without end (2.1), or fail (SDAR).
 2. A gen_length below minimal_topk still takes one step, which fills the whole block; the reference takes none
    and returns masks. In general a pass over masks fills at least one, even when the schedule is used up.
 3. Eos is searched in the generated part only. In the reference (2.0, early stop) an eos in the prompt makes
@@ -20,8 +20,19 @@ differences:
 7. Equal confidences: the lowest index first. The reference leaves the order to its top-k.
 8. A batch. The reference decodes one prompt.
 
-A mask token in the prompt is as in the reference: it stays in a whole prompt block, and is decoded in the
-block that prompt and answer share.
+SDAR and RND1:
+
+9. The answer is what was generated, at most gen_length tokens, cut after the first eos. The references return the
+   prompt with it, and whatever follows the eos.
+10. A step fills masks only. SDAR's overwrites other tokens, even of the prompt, where fewer masks are left.
+11. Temperature 0 is greedy, with RND1's entropies at temperature 1. SDAR's divides by zero, RND1's by 1e-8.
+12. gen_length is the number of tokens: RND1 counts the position behind them in, which it leaves to pad (`end_id`).
+13. Entropies are those before top-k and top-p; RND1's turn into NaN.
+14. A step of RND1's schedule that would fill no mask runs no pass.
+15. A mask in an RND1 prompt is decoded where it stands (`Result.canvas`), also if gen_length is 0: infilling.
+
+A mask token in the prompt of a model with blocks is as in the reference: it stays in a whole prompt block, and is
+decoded in the block that prompt and answer share.
 """
 
 from collections import deque
@@ -33,18 +44,23 @@ from jaxtyping import Bool, Float32, Int32
 
 from oled_jax.config import DecodingConfig
 from oled_jax.decode.events import BlockEvent, Event
+from oled_jax.decode.registry import acceptance_rule
 from oled_jax.decode.row import Row, Step
 from oled_jax.decode.seats import Clock, Seat
-from oled_jax.decode.unmask import AcceptanceRule, acceptance_rule
+from oled_jax.decode.unmask import AcceptanceRule
 from oled_jax.errors import UsageError
 from oled_jax.passes import PassKind, PassOutcome
 
 
 class Prediction(NamedTuple):
-    """The model's token for each position of the block, and its probability."""
+    """The model's token for each position of the block, its probability, and how uncertain the model was.
+
+    entropy: only where whole texts are decoded.
+    """
 
     tokens: Int32[np.ndarray, "B T"]
     confidence: Float32[np.ndarray, "B T"]
+    entropy: Float32[np.ndarray, "B T"] | None = None
 
 
 @runtime_checkable
@@ -203,9 +219,11 @@ class BlockDiffusion:
 
 
 def _advance(seat: Seat, prediction: Prediction | None) -> Step:
-    if seat.row.kind is PassKind.COMMIT or prediction is None:
-        return seat.row.commit()
-    return seat.row.accept(prediction.tokens[seat.place].copy(), prediction.confidence[seat.place].copy())
+    row, place = seat.row, seat.place
+    if row.kind is PassKind.COMMIT or prediction is None:
+        return row.commit()
+    entropy = None if prediction.entropy is None else prediction.entropy[place].copy()
+    return row.accept(prediction.tokens[place].copy(), prediction.confidence[place].copy(), entropy)
 
 
 def _kind_of_pass(kinds: Sequence[PassKind]) -> PassKind:

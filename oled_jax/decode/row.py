@@ -35,7 +35,6 @@ class Row:
         P, L = len(prompt), config.block_length
         self.index = index
         self.prefill_length = P // L * L if config.gen_length > 0 else 0
-        self.finished = config.gen_length == 0
         self.passes = dict.fromkeys(PassKind, 0)
         self._config = config
         self._rule = rule
@@ -43,9 +42,13 @@ class Row:
         self._num_blocks = -(-(P + config.gen_length) // L)
         self.canvas = np.full(self._num_blocks * L, config.mask_id, np.int32)
         self.canvas[:P] = prompt
+        if config.whole_text:
+            self.canvas[P + config.gen_length :] = config.end_id
+        infills = config.whole_text and bool((self.canvas == config.mask_id).any())
+        self.finished = config.gen_length == 0 and not infills
         self._in_prompt = np.arange(len(self.canvas)) < P
         # A mask token in the prompt is text to be generated, not text that was given.
-        self._given = self._in_prompt & (self.canvas != config.mask_id)
+        self._given = self.canvas != config.mask_id
         self._emitted = 0
         self._enter(P // L)
 
@@ -53,6 +56,7 @@ class Row:
         self.block, self.start = block, block * self._config.block_length
         self._span = slice(self.start, self.start + self._config.block_length)
         self._step = self._post_steps = 0
+        self._to_fill = int(np.count_nonzero(self.window == self._config.mask_id))
         self._committing = False
         self._confidence = np.ones(
             self._config.block_length, np.float32
@@ -90,14 +94,19 @@ class Row:
     def _generated(self) -> Int32[np.ndarray, " G"]:
         return self.canvas[self._prompt_length : self._span.stop]
 
-    def accept(self, predicted: Int32[np.ndarray, " T"], confidence: Float32[np.ndarray, " T"]) -> Step:
+    def accept(
+        self,
+        predicted: Int32[np.ndarray, " T"],
+        confidence: Float32[np.ndarray, " T"],
+        entropy: Float32[np.ndarray, " T"] | None = None,
+    ) -> Step:
         """Writes what the rule accepts, and moves on to the next step, commit, block or the end."""
         kind, before = self.kind, self.window.copy()
         self.passes[kind] += 1
         self._post_steps += kind is PassKind.EDIT
         state = BlockState(
             tokens=before, predicted=predicted, confidence=confidence, is_prompt=self._in_prompt[self._span],
-            step=self._step, post_steps=self._post_steps,
+            step=self._step, post_steps=self._post_steps, to_fill=self._to_fill, entropy=entropy,
         )  # fmt: skip
         accepted = self._rule.accept(state)
         written = accepted.mask_transfer | accepted.edit_transfer

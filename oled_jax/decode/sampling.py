@@ -62,6 +62,14 @@ def _probability_of(tokens: Int32[Array, "B T"], probabilities: Float32[Array, "
     return jnp.take_along_axis(probabilities, tokens[..., None], axis=-1)[..., 0]
 
 
+def entropy(logits: Float32[Array, "... V"], temperature: float) -> Float32[Array, "..."]:
+    """Of the softmax at this temperature (0: at 1), before any filter, in nats."""
+    if temperature not in (0.0, 1.0):
+        logits = logits / temperature
+    logs = jax.nn.log_softmax(logits, axis=-1)
+    return -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+
+
 def filter_logits(
     logits: Float32[Array, "... V"], *, temperature: float, top_k: int | None, top_p: float | None
 ) -> Float32[Array, "... V"]:

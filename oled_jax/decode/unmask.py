@@ -1,12 +1,12 @@
 """Acceptance rules: which predicted tokens of a block are written after a pass, and when the block is done.
 
 Pure NumPy over the block of one row, no state: a rule is a frozen object with one method, `accept`. A new
-rule is a class like these and one line in `RULES`. The loop that calls them is in `block_diffusion.py`, which
-also lists where this package departs from the published code on purpose.
+rule is a class like these and one line in `registry.py`. The loop that calls them is in `block_diffusion.py`,
+which also lists where this package departs from the published code on purpose.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
 from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -26,6 +26,8 @@ class BlockState:
       is_prompt: positions of the prompt. One that holds the mask token is filled once and then kept.
       step: passes over this block before this one.
       post_steps: passes over this block that began without a mask, this one included.
+      to_fill: masks that the block held before its first pass.
+      entropy: of what the model says of every position, before top-k and top-p; None where nothing asks for it.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -34,6 +36,8 @@ class BlockState:
     is_prompt: Bool[np.ndarray, " T"]
     step: int
     post_steps: int
+    to_fill: int = 0
+    entropy: Float32[np.ndarray, " T"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,11 @@ def transfer_schedule(block_length: int, steps: int) -> tuple[int, ...]:
     return tuple(share + (step < remainder) for step in range(steps))
 
 
+def scheduled(schedule: tuple[int, ...], step: int) -> int:
+    """Masks to fill in a step: at least one, also after the schedule's end."""
+    return max(1, schedule[step]) if step < len(schedule) else 1
+
+
 def select_masked(
     masked: Bool[np.ndarray, " T"], confidence: Float32[np.ndarray, " T"], threshold: float, count: int
 ) -> Bool[np.ndarray, " T"]:
@@ -90,7 +99,7 @@ def select_masked(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThresholdRule:
-    """LLaDA2.0: fill masks by threshold and schedule; a written token stays (REFERENCE section 6).
+    """LLaDA2.0 and SDAR: fill masks by threshold and schedule; a written token stays (REFERENCE 6 and 10).
 
     Fills at least one mask in every pass, also after the schedule ends, so a block of T positions takes at
     most T passes.
@@ -107,11 +116,45 @@ class ThresholdRule:
         schedule = transfer_schedule(config.block_length, steps)
         return cls(mask_id=config.mask_id, threshold=config.threshold, schedule=schedule)
 
+    @classmethod
+    def dynamic(cls, config: DecodingConfig) -> "ThresholdRule":
+        """SDAR's "low_confidence_dynamic": a short answer does not shorten the schedule."""
+        schedule = transfer_schedule(config.block_length, config.steps)
+        return cls(mask_id=config.mask_id, threshold=config.threshold, schedule=schedule)
+
+    @classmethod
+    def static(cls, config: DecodingConfig) -> "ThresholdRule":
+        """SDAR's "low_confidence_static": the schedule alone decides how many."""
+        return dataclasses.replace(cls.dynamic(config), threshold=math.inf)
+
     def accept(self, state: BlockState) -> Acceptance:
         masked = state.tokens == self.mask_id
-        scheduled = self.schedule[state.step] if state.step < len(self.schedule) else 1
-        count = max(1, scheduled)
+        count = scheduled(self.schedule, state.step)
         filled = select_masked(masked, state.confidence, self.threshold, count)
+        return Acceptance(
+            mask_transfer=filled,
+            edit_transfer=np.zeros_like(masked),
+            num_to_transfer=count,
+            done=bool((filled == masked).all()),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SequentialRule:
+    """SDAR's "sequential": the schedule's number of masks from the left, however sure the model is."""
+
+    mask_id: int
+    schedule: tuple[int, ...]
+    tokens_are_final: ClassVar[bool] = True
+
+    @classmethod
+    def from_config(cls, config: DecodingConfig) -> "SequentialRule":
+        return cls(mask_id=config.mask_id, schedule=transfer_schedule(config.block_length, config.steps))
+
+    def accept(self, state: BlockState) -> Acceptance:
+        masked = state.tokens == self.mask_id
+        count = scheduled(self.schedule, state.step)
+        filled = masked & (np.cumsum(masked) <= count)
         return Acceptance(
             mask_transfer=filled,
             edit_transfer=np.zeros_like(masked),
@@ -165,14 +208,3 @@ class EditRule:
             return np.zeros_like(masked)
         confident = state.confidence > np.float32(self.editing_threshold)
         return ~masked & ~state.is_prompt & confident & (state.predicted != state.tokens)
-
-
-RULES: Mapping[str, Callable[[DecodingConfig], AcceptanceRule]] = {
-    "threshold": ThresholdRule.from_config,
-    "edit": EditRule.from_config,
-}
-
-
-def acceptance_rule(config: DecodingConfig) -> AcceptanceRule:
-    """The rule that `config.editing` chooses."""
-    return RULES["edit" if config.editing else "threshold"](config)

@@ -47,6 +47,9 @@ class Family:
       default_mask_id, default_eos_id: where neither configuration nor tokenizer names them.
       decoding: what the model card recommends, as fields of `DecodingConfig`.
       modes: named sets of such fields that the model card offers to choose from.
+      rules: acceptance rules that the models can be decoded with (`decode/registry.py`).
+      decoding_keys: keys of `config.json` and `generation_config.json` that set a field of `DecodingConfig`.
+      chat_template: takes the place of the tokenizer's, if the published code does not use that.
     """
 
     name: str
@@ -61,7 +64,10 @@ class Family:
     default_mask_id: int
     default_eos_id: int
     decoding: Mapping[str, object]
+    rules: tuple[str, ...]
     modes: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
+    decoding_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    chat_template: str | None = None
 
 
 @functools.lru_cache(maxsize=8)

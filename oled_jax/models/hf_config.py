@@ -94,6 +94,18 @@ class ConfigReader:
         self._note(key, "the name of a dtype")
         return "float32"
 
+    def dtype_and_ids(self) -> dict[str, Any]:
+        """The fields of `ModelConfig` that every family spells alike."""
+        ids = ("mask_token_id", "eos_token_id", "pad_token_id")
+        return {"dtype": self.dtype(), **{name: self.token_id(name) for name in ids}}
+
+    def refuse_unsupported(self) -> None:
+        """Notes what no family here can run."""
+        if self.raw.get("hidden_act", "silu") != "silu":
+            self.problems.append(f"hidden_act is {self.raw['hidden_act']!r}, only 'silu' is supported")
+        if self.raw.get("quantization_config"):
+            self.problems.append("quantization_config is set: quantized checkpoints are not supported")
+
     def rope_scaling(self) -> RopeScaling | None:
         """`rope_scaling`; null, false and {} mean none. Its type is `rope_type`, or `type` in old files."""
         value = self.raw.get("rope_scaling")

@@ -5,16 +5,12 @@ and names, so that a checkpoint tensor fills a state leaf as it stands. No modul
 to.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from oled_jax.config import ModelConfig
 from oled_jax.models.kv_cache import write_chunk
-from oled_jax.models.rope import apply_rotary
 
 # The keys and values of one layer in a KV cache.
 LayerCache = tuple[Float[Array, "B Nk S Hd"], Float[Array, "B Nk S Hd"]]
@@ -128,30 +124,17 @@ class MLP(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attention with one fused projection, rows: all query, all key, all value heads (REFERENCE 3)."""
-
-    def __init__(self, config: ModelConfig):
-        dtype = jnp.dtype(config.dtype)
-        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        Nq, Nk, Hd = self.heads
-        rows = (Nq + 2 * Nk) * Hd
-        self.query_key_value = Linear(config.hidden_size, rows, dtype=dtype, bias=config.use_qkv_bias)
-        norm_of = functools.partial(RMSNorm, Hd, eps=config.rms_norm_eps, dtype=dtype)
-        self.query_layernorm = norm_of() if config.use_qk_norm else None
-        self.key_layernorm = norm_of() if config.use_qk_norm else None
-        self.dense = Linear(Nq * Hd, config.hidden_size, dtype=dtype, bias=config.use_bias)
+    """Grouped-query attention, with a KV cache or without. A family's subclass holds the weights."""
 
     def project(
         self, x: Float[Array, "B T D"], tables: tuple[Float[Array, "B T R"], Float[Array, "B T R"]]
     ) -> tuple[Float[Array, "B T Nq Hd"], Float[Array, "B T Nk Hd"], Float[Array, "B T Nk Hd"]]:
         """Queries, keys and values as attention takes them: norm first, then rotary; values get neither."""
-        B, T, _ = x.shape
-        Nq, Nk, Hd = self.heads
-        fused = self.query_key_value(x).reshape(B, T, Nq + 2 * Nk, Hd)
-        queries, keys, values = jnp.split(fused, [Nq, Nq + Nk], axis=2)
-        if self.query_layernorm is not None and self.key_layernorm is not None:
-            queries, keys = self.query_layernorm(queries), self.key_layernorm(keys)
-        return apply_rotary(queries, *tables), apply_rotary(keys, *tables), values
+        raise NotImplementedError
+
+    def output(self, context: Float[Array, "B T H"]) -> Float[Array, "B T D"]:
+        """The projection of the merged heads, H = Nq · Hd."""
+        raise NotImplementedError
 
     def __call__(
         self,
@@ -170,4 +153,4 @@ class Attention(nnx.Module):
                 raise RuntimeError("a pass with a KV cache needs the start position of every row")
             cache = (write_chunk(cache[0], keys, starts), write_chunk(cache[1], values, starts))
             keys, values = cache
-        return self.dense(attend(queries, keys, values, mask).reshape(B, T, -1)), cache
+        return self.output(attend(queries, keys, values, mask).reshape(B, T, -1)), cache

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from oled_jax.config import ModelConfig
-from oled_jax.models.layers import MLP, swiglu
+from oled_jax.models.layers import MLP, linear, swiglu
 
 
 @runtime_checkable
@@ -59,6 +59,20 @@ def route(
     return ids.astype(jnp.int32), gates * config.routed_scaling_factor
 
 
+def route_by_softmax(
+    x: Float[Array, "N D"], weight: Float[Array, "E D"], config: ModelConfig
+) -> tuple[Int[Array, "N K"], Float[Array, "N K"]]:
+    """The likeliest experts (int32, by falling probability) and float32 gates of every token (REFERENCE 10).
+
+    Logits are in the working dtype, their softmax over all experts is float32.
+    """
+    probabilities = jax.nn.softmax(linear(x, weight).astype(jnp.float32), axis=-1)
+    gates, ids = jax.lax.top_k(probabilities, config.num_experts_per_tok)
+    if config.norm_topk_prob:
+        gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
+    return ids.astype(jnp.int32), gates
+
+
 def limit_groups(biased: Float[Array, "N E"], groups: int, passing: int) -> Float[Array, "N E"]:
     """`biased` with -inf outside each token's best groups; a group's score sums its two largest entries."""
     if passing == groups:
@@ -103,8 +117,8 @@ class DenseExperts(NamedTuple):
         return combine(rows, gates).astype(x.dtype), carry
 
 
-class Router(nnx.Module):
-    """Weight [E, D] in the model's dtype and the selection bias [E], always float32."""
+class SigmoidRouter(nnx.Module):
+    """LLaDA2: weight [E, D] in the model's dtype and the selection bias [E], always float32."""
 
     def __init__(self, config: ModelConfig):
         E, D = config.num_experts, config.hidden_size
@@ -116,17 +130,24 @@ class Router(nnx.Module):
         return route(x, self.weight[...], self.expert_bias[...], self.config)
 
 
+class SoftmaxRouter(nnx.Module):
+    """Qwen3-MoE: weight [E, D] in the model's dtype, no bias."""
+
+    def __init__(self, config: ModelConfig):
+        E, D = config.num_experts, config.hidden_size
+        self.weight = nnx.Param(jnp.zeros((E, D), jnp.dtype(config.dtype)))
+        self.config = config
+
+    def __call__(self, x: Float[Array, "N D"]) -> tuple[Int[Array, "N K"], Float[Array, "N K"]]:
+        return route_by_softmax(x, self.weight[...], self.config)
+
+
 class MoEBlock(nnx.Module):
     """Router, routed experts (passed in), shared expert (added after the routed sum was cast, ungated)."""
 
-    def __init__(self, config: ModelConfig):
-        self.gate = Router(config)
-        shared = config.num_shared_experts
-        self.shared_experts = (
-            None
-            if shared is None
-            else MLP(config.hidden_size, shared * config.moe_intermediate_size, dtype=jnp.dtype(config.dtype))
-        )
+    def __init__(self, gate: SigmoidRouter | SoftmaxRouter, shared_experts: MLP | None = None):
+        self.gate = gate
+        self.shared_experts = shared_experts
 
     def __call__(
         self, x: Float[Array, "B T D"], moe_layer: int, experts: Experts, carry: Any

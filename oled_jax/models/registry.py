@@ -8,7 +8,7 @@ from flax import nnx
 
 from oled_jax.config import ModelConfig
 from oled_jax.errors import UsageError
-from oled_jax.models import llada2
+from oled_jax.models import llada2, rnd1, sdar
 from oled_jax.models.family import Family, StatePath, TrunkTensor, abstract_trunk
 from oled_jax.models.random_init import random_arrays
 
@@ -17,7 +17,7 @@ __all__ = [
     "family_named", "family_of", "random_trunk", "siblings",
 ]  # fmt: skip
 
-FAMILIES: tuple[Family, ...] = (llada2.LLADA2, llada2.LLADA21)
+FAMILIES: tuple[Family, ...] = (llada2.LLADA2, llada2.LLADA21, sdar.SDAR, rnd1.RND1)
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:

@@ -149,9 +149,14 @@ def recorded_header(
         hidden_size=config.hidden_size,
         moe_intermediate_size=config.moe_intermediate_size,
         dtype=config.dtype,
-        block_length=decoding.block_length,
+        block_length=traced_block_length(decoding),
         settings={"version": oled_jax.__version__, **dataclasses.asdict(decoding), **settings},
     )
+
+
+def traced_block_length(decoding: DecodingConfig) -> int:
+    """0 where whole texts are decoded: their passes have as many positions as the text needs."""
+    return 0 if decoding.whole_text else decoding.block_length
 
 
 def _copied(record: _Record) -> _Record:

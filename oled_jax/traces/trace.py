@@ -26,7 +26,7 @@ class TraceHeader:
       model: what the user called it, or the name of the preset.
       num_layers, num_experts, top_k: MoE layers, experts per layer, experts per token.
       hidden_size, moe_intermediate_size, dtype: of a page; they give its size and its FLOPs.
-      block_length: positions denoised together.
+      block_length: positions denoised together; 0: the whole text, however long.
       settings: whatever else made the trace (seed, policy, threshold, targets, versions), for people to read.
     """
 

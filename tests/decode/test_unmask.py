@@ -9,14 +9,15 @@ import pytest
 from fake_denoisers import EOS, MASK
 
 from oled_jax.config import DecodingConfig
+from oled_jax.decode.entropy import EntropyBoundRule, EntropyRule
+from oled_jax.decode.registry import RULES, acceptance_rule
 from oled_jax.decode.unmask import (
-    RULES,
     Acceptance,
     AcceptanceRule,
     BlockState,
     EditRule,
+    SequentialRule,
     ThresholdRule,
-    acceptance_rule,
     transfer_schedule,
 )
 from oled_jax.errors import UsageError
@@ -139,10 +140,10 @@ def test_no_editing_threshold_edits_nothing_and_needs_no_confirming_pass() -> No
 def test_registry() -> None:
     assert isinstance(acceptance_rule(config()), ThresholdRule)
     assert isinstance(acceptance_rule(config(editing=True)), EditRule)
-    assert {name: type(make(config())) for name, make in RULES.items()} == {
-        "threshold": ThresholdRule,
-        "edit": EditRule,
-    }
+    assert {name: type(entry.make(config())) for name, entry in RULES.items()} == {
+        "threshold": ThresholdRule, "edit": EditRule, "dynamic": ThresholdRule, "static": ThresholdRule,
+        "sequential": SequentialRule, "entropy": EntropyRule, "entropy-bound": EntropyBoundRule,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from oled_jax.demo.training.rows import ANSWER, PADDING, PROMPT, make_rows, stre
 from oled_jax.demo.training.step import Batch, add_noise, build_model, init_params, new_state, train_step
 from oled_jax.demo.training.vocabulary import EOS_ID, MASK_ID
 from oled_jax.models import moe
-from oled_jax.models.llada2 import block_mask
+from oled_jax.models.trunk import block_mask
 
 
 def dense(experts: GroupedExperts) -> moe.DenseExperts:

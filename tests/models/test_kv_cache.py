@@ -12,7 +12,7 @@ from golden_checkpoints import Checkpoint, load_checkpoint
 from safetensors.numpy import load_file
 
 from oled_jax.models.kv_cache import KVCache, init_kv_cache, kv_bytes
-from oled_jax.models.llada2 import block_mask
+from oled_jax.models.trunk import block_mask
 
 BLOCK = 8
 

@@ -15,9 +15,9 @@ from golden_checkpoints import Checkpoint, compiled, load_checkpoint, model_inpu
 from safetensors.numpy import load_file
 
 from oled_jax.models.layers import attend, rms_norm
-from oled_jax.models.llada2 import block_mask
 from oled_jax.models.moe import DenseExperts, route
 from oled_jax.models.rope import rotary_tables
+from oled_jax.models.trunk import block_mask
 
 CASES = (
     "len32_block8", "len27_block8", "len1_block32", "len40_block32", "len24_block1", "len20_nomask",

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from oled_jax.config import ModelConfig
-from oled_jax.models.llada2 import block_mask
 from oled_jax.models.registry import assemble, config_from_hf, family_named, random_trunk
+from oled_jax.models.trunk import block_mask
 
 BIAS = ("layers", 1, "mlp", "gate", "expert_bias")
 

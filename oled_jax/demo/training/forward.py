@@ -15,9 +15,10 @@ from oled_jax.config import ModelConfig
 from oled_jax.demo.training.attention import Visibility, attend_both
 from oled_jax.demo.training.experts import GroupedExperts, take_rows
 from oled_jax.demo.training.routing import route
-from oled_jax.models.llada2 import DecoderLayer, LLaDA2
-from oled_jax.models.moe import Experts, MoEBlock
+from oled_jax.models.llada2 import LLaDA2
+from oled_jax.models.moe import Experts, MoEBlock, SigmoidRouter
 from oled_jax.models.rope import rotary_tables
+from oled_jax.models.trunk import DecoderLayer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,9 +78,9 @@ def forward(
     embedding = model.word_embeddings.weight[...]
     h, loads = take_rows(embedding, tokens, embedding.shape[0]), []
     for number, layer in enumerate(model.layers):
-        queries, keys, values = layer.attention.project(layer.input_layernorm(h), tables)
+        queries, keys, values = layer.attention_part.project(layer.input_layernorm(h), tables)
         context = attend_both(queries, keys, values, visible, layout.block_length)
-        h = h + layer.attention.dense(context.reshape(*h.shape[:2], -1))
+        h = h + layer.attention_part.output(context.reshape(*h.shape[:2], -1))
         h, load = _feed_forward(layer, h, number - config.first_k_dense_replace, experts, config)
         loads += [] if load is None else [load]
     T = noisy.shape[1]
@@ -92,9 +93,12 @@ def _feed_forward(
     if not isinstance(layer.mlp, MoEBlock):
         return layer.feed_forward(h, moe_layer, None, None)[0], None
     block: MoEBlock = layer.mlp
+    gate = block.gate
+    if not isinstance(gate, SigmoidRouter):
+        raise RuntimeError("LLaDA2's router has a bias")
     x = layer.post_attention_layernorm(h)
     flat = x.reshape(-1, x.shape[-1])
-    chosen = route(flat, block.gate.weight[...], block.gate.expert_bias[...], config)
+    chosen = route(flat, gate.weight[...], gate.expert_bias[...], config)
     update, _ = experts(moe_layer, flat, chosen.ids, chosen.gates, None)
     if block.shared_experts is not None:
         update = update + block.shared_experts(flat)
