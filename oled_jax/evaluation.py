@@ -45,8 +45,9 @@ class HarnessModel(LM):
 
     def __init__(self, pretrained: str | None = None, batch_size: int | str = DEFAULT_BATCH, **options: Any) -> None:
         super().__init__()
+        # The harness gives one to every model, its own default if the user gave none.
         if "device" in options:
-            raise UsageError("device: JAX chooses it; set JAX_PLATFORMS in the environment, and leave --device out")
+            logger.info("device %s is not used: JAX chooses (JAX_PLATFORMS in the environment)", options.pop("device"))
         if not str(batch_size).isdecimal():
             raise UsageError(f"batch_size is {batch_size!r}, it must be a whole number")
         loading = {name: options.pop(name) for name in LOADING if name in options}

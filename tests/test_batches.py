@@ -1,5 +1,6 @@
 """Batches: every row becomes what it is alone, whoever shares its passes; files of prompts; the command."""
 
+import dataclasses
 import json
 
 import jsonschema
@@ -49,6 +50,15 @@ def test_each_row_is_what_it_is_alone(engines, alone, batch, capacity):
         assert result.share.activated == single.share.activated, "idle or padded positions count as load"
         assert result.share.passes == single.passes[PassKind.DENOISE] + single.passes[PassKind.EDIT]
     assert any(result.finish == "length" for result in results)
+
+
+def test_what_a_row_draws_does_not_depend_on_when_it_enters(engines):
+    sampled = dataclasses.replace(GREEDY, temperature=1.0, seed=3)
+    prompts = [*PROMPTS[:6], PROMPTS[0]]  # the last one is the first again, and draws anew
+    results = engines[6].generate(prompts, sampled, batch=5)
+    for prompt, result in zip(prompts[:6], results, strict=False):
+        assert result.output_ids == engines[6].generate([prompt], sampled)[0].output_ids
+    assert results[6].output_ids != results[0].output_ids
 
 
 def test_shares_of_a_batch(engines):

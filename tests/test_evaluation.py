@@ -60,8 +60,8 @@ def test_what_the_model_cannot_do_is_refused(adapter, model, talking_model):
         model.generate_until(requests(("x", {"num_beams": 3})))
     with pytest.raises(UsageError, match="no chat template 'other'"):
         model.chat_template("other")
-    with pytest.raises(UsageError, match="JAX chooses"):
-        adapter.HarnessModel(str(talking_model), device="cuda:0")
+    with pytest.raises(UsageError, match="whole number"):
+        adapter.HarnessModel(str(talking_model), batch_size="auto", device="cuda:0")
     with pytest.raises(UsageError, match="no setting 'tresh'"):
         adapter.HarnessModel(str(talking_model), positions=64, expert_cache=6, tresh=1)
 

@@ -48,6 +48,16 @@ def test_sequence_length_may_be_traced_and_defaults_to_the_largest_position(scal
         assert np.abs(np.asarray(a) - np.asarray(d)).max() > 1e-3
 
 
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "dynamic", "factor": 4.0}, LONGROPE])
+def test_the_rows_of_a_batch_have_lengths_of_their_own(scaling: dict[str, Any] | None) -> None:
+    positions, lengths = jnp.arange(6).reshape(2, 3), jnp.array([50, 200])
+    together = rotary_tables(config(scaling), positions, lengths)
+    for row in range(2):
+        alone = rotary_tables(config(scaling), positions[row : row + 1], lengths[row])
+        for ours, expected in zip(together, alone, strict=True):
+            np.testing.assert_allclose(ours[row], expected[0], rtol=1e-6, atol=1e-6)
+
+
 def test_attention_factors() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0}
     assert attention_factor(config()) == 1.0
