@@ -233,7 +233,7 @@ class DecodingConfig:
         _require(self.top_k is None or self.top_k >= 0, f"top_k is {self.top_k}, it must be at least 0 (0: off)")
         _require(self.top_p is None or self.top_p > 0, f"top_p is {self.top_p}, it must be above 0 (1: off)")
         _require(self.mask_id != self.eos_id, f"mask_id and eos_id are both {self.mask_id}")
-        _require(self.pad_id is None or 0 <= self.pad_id != self.mask_id, f"pad_id {self.pad_id} cannot be a pad")
+        _require(self.pad_id is None or 0 <= self.pad_id != self.mask_id, f"pad_id is {self.pad_id}, no pad token")
         agrees = self.rule is None or (self.rule == "edit") == self.editing
         _require(agrees, f"rule is {self.rule!r}, but editing is {self.editing}")
         _require(0 <= self.seed < 2**32, f"seed is {self.seed}, it must be from 0 to 2**32 - 1")

@@ -68,6 +68,8 @@ def decoding_for(model: OpenedModel, flags: Mapping[str, Any]) -> tuple[Decoding
         raw_config=model.raw_config,
         ids=ids,
     )
+    if decoding.pad_id is not None and decoding.pad_id >= model.config.vocab_size:
+        raise UsageError(f"--pad-id {decoding.pad_id} lies outside the vocabulary of {model.config.vocab_size} tokens")
     return decoding, tuple(notes)
 
 

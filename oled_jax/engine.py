@@ -35,7 +35,7 @@ from oled_jax.offload.store import PageStore, aligned_empty, allocate_store
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, PassInfo, Policy
 from oled_jax.prefix import KeptPrefix
-from oled_jax.program import PassInputs, PassSpec, Trunk, fill_pool, forward_pass, trunk_arrays, trunk_head
+from oled_jax.program import PassInputs, PassSpec, TrunkArrays, fill_pool, forward_pass, trunk_arrays, trunk_head
 from oled_jax.recording import Recording, open_recording
 from oled_jax.session import Session
 from oled_jax.traces.files import TraceWriter
@@ -79,7 +79,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        trunk: Trunk,
+        trunk: TrunkArrays,
         *,
         pool: Pool,
         store: PageStore | None = None,
@@ -447,7 +447,7 @@ def load_offloaded(
     return Engine(config, trunk, pool=pool, store=store, manager=manager, carrier=carrier)
 
 
-def load_trunk(config: ModelConfig, source: WeightSource) -> Trunk:
+def load_trunk(config: ModelConfig, source: WeightSource) -> TrunkArrays:
     """The trunk's arrays, on the device."""
     _, state = assemble(config, source.read_trunk(jnp.dtype(config.dtype)))
     return trunk_arrays(jax.device_put(state, jax.local_devices()[0]))

@@ -31,16 +31,15 @@ from oled_jax.ops.grouping import ItemShape
 
 # The leaves of the trunk's NNX state. A program's call flattens its arguments: that takes 0.9 ms for a state and 0.1 ms
 # for a tuple of its 221 arrays (LLaDA2.0-mini's trunk, one x86-64 core).
-Trunk = tuple[Array, ...]
+TrunkArrays = tuple[Array, ...]
 HEAD_POSITIONS = 64  # of a whole text that the head works on at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What `sample` needs to know when it is compiled.
+    """What `decode.sampling.predict` needs to know when the program is compiled.
 
-    entropy: of every position, too. shifted: a position's logits are of the one after it. The rest is for
-    `decode.sampling.predict`.
+    entropy: of every position, too. shifted: position i of the logits is about the token of position i + 1.
     """
 
     mask_id: int
@@ -109,7 +108,7 @@ class PassOutputs(NamedTuple):
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames=("pool", "cache", "history"))
 def forward_pass(
     spec: PassSpec,
-    trunk: Trunk,
+    trunk: TrunkArrays,
     store: Sequence[Pool],
     pool: Pool,
     cache: KVCache | None,
@@ -188,8 +187,8 @@ def sample(
       seed, requests, pass_index: of the random keys (`decode.sampling.row_keys`).
 
     Returns:
-      tokens, and the bits of their float32 confidence and, if it is asked for, entropy: one array, since each one that
-      is brought to the host takes a quarter of a millisecond.
+      tokens, the bits of their float32 confidence and, if asked for, those of the entropies: one array, since each one
+      that is brought to the host takes a quarter of a millisecond.
     """
     keys = row_keys(seed, requests, pass_index) if sampling.temperature > 0 else None
     if sampling.shifted:
@@ -216,24 +215,16 @@ def _sample_part(
     logits = head_logits(hidden, head)
     settings = dataclasses.asdict(sampling)
     del settings["entropy"], settings["shifted"]
-    tokens, confidence = predict(logits, keys, **settings)
-    real = [confidence, entropy(logits, sampling.temperature)] if sampling.entropy else [confidence]
-    return jnp.stack([tokens, *(jax.lax.bitcast_convert_type(values, jnp.int32) for values in real)])
+    tokens, *figures = predict(logits, keys, **settings)
+    if sampling.entropy:
+        figures.append(entropy(logits, sampling.temperature))
+    return jnp.stack([tokens, *(jax.lax.bitcast_convert_type(values, jnp.int32) for values in figures)])
 
 
-class Sampled(NamedTuple):
-    """One token per position, its confidence, and the entropy if it was asked for."""
-
-    tokens: Int32[np.ndarray, "B T"]
-    confidence: Float32[np.ndarray, "B T"]
-    entropy: Float32[np.ndarray, "B T"] | None
-
-
-def unpack_sample(packed: jax.Array) -> Sampled:
-    """What `sample` returned, on the host."""
-    tokens, *real = np.asarray(packed)
-    confidence, uncertainty = [*(values.view(np.float32) for values in real), None][:2]
-    return Sampled(tokens, confidence, uncertainty)
+def unpack_sample(packed: jax.Array) -> tuple[np.ndarray, ...]:
+    """Tokens, confidence and, if asked for, entropies [B, T] of what `sample` returned, on the host."""
+    tokens, *figures = np.asarray(packed)
+    return tokens, *(values.view(np.float32) for values in figures)
 
 
 @functools.partial(jax.jit, donate_argnames="pool")
@@ -247,17 +238,17 @@ def fill_pool(
     )
 
 
-def trunk_arrays(state: nnx.State[Any, Any]) -> Trunk:
+def trunk_arrays(state: nnx.State[Any, Any]) -> TrunkArrays:
     """The leaves of a trunk's state, as the programs take them."""
     return tuple(jax.tree.leaves(state))
 
 
-def trunk_head(config: ModelConfig, trunk: Trunk) -> Float[Array, "V D"]:
+def trunk_head(config: ModelConfig, trunk: TrunkArrays) -> Float[Array, "V D"]:
     """The weight of the head among the trunk's arrays."""
     return merge_trunk(config, trunk).head_weight
 
 
-def merge_trunk(config: ModelConfig, trunk: Trunk) -> Any:
+def merge_trunk(config: ModelConfig, trunk: TrunkArrays) -> Any:
     """The module again."""
     definition, structure = _trunk_structure(config)
     return nnx.merge(definition, jax.tree.unflatten(structure, trunk))

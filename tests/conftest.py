@@ -7,6 +7,7 @@ import importlib.machinery
 import os
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,23 @@ ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
 LLVM_LEVEL = "--xla_backend_optimization_level"
 if LLVM_LEVEL not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {LLVM_LEVEL}=1".strip()
+
+
+# Many tests compile the same programs in different processes: the first one to finish leaves its own to the others.
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": None,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the programs' cache, which ends with the session. Processes that run tests inherit it."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = tempfile.TemporaryDirectory(prefix="oled_jax_programs_")
+    os.environ |= {name: value or folder.name for name, value in CACHE.items()}
+    config.add_cleanup(folder.cleanup)
 
 
 def _prefer_the_installed_package() -> None:

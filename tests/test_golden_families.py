@@ -18,6 +18,7 @@ from oled_jax.config import DecodingConfig
 from oled_jax.decode.events import FinishEvent, PassEvent, Result
 from oled_jax.generate import main
 from oled_jax.passes import PassKind
+from oled_jax.traces.files import open_trace
 
 MASK = 252
 CONFIDENCE_ATOL, ENTROPY_ATOL = 5e-5, 2e-4
@@ -120,8 +121,9 @@ def test_the_command_recognises_the_family(golden: Path, tmp_path: Path, capsys:
     case = recordings(golden, "rnd1")["basic"]
     prompt, decoding = rnd1_request(case)
     sizes = ["--gen-length", str(decoding.gen_length), "--steps", "8", "--dtype", "float32", "--expert-cache", "6"]
-    ids = ["--prompt-ids", ",".join(map(str, prompt)), "--stats-json", str(tmp_path / "stats.json")]
-    assert main(["--model", str(golden / "rnd1-tiny"), *ids, *sizes]) == 0
+    ids = ["--model", str(golden / "rnd1-tiny"), "--prompt-ids", ",".join(map(str, prompt))]
+    written = ["--stats-json", str(tmp_path / "stats.json"), "--trace", str(tmp_path / "trace")]
+    assert main([*ids, *sizes, *written]) == 0
     printed = [int(token) for token in capsys.readouterr().out.split(",")]
     assert printed == case["output_ids"][len(prompt) : -1]
     statistics = json.loads((tmp_path / "stats.json").read_text())
@@ -130,6 +132,12 @@ def test_the_command_recognises_the_family(golden: Path, tmp_path: Path, capsys:
     assert (settings["family"], settings["rule"], settings["pad_id"]) == ("rnd1", "entropy", 250)
     assert settings["block_length"] is settings["threshold"] is None
     assert statistics["cache"]["passes"] == case["num_forward_calls"] == statistics["requests"][0]["passes"]["denoise"]
+    trace = open_trace(tmp_path / "trace")
+    passes = list(trace)
+    assert (trace.header.block_length, len(passes)) == (0, case["num_forward_calls"])
+    assert [int(each.info.token_mask.sum()) for each in passes] == [len(case["output_ids"])] * len(passes)
+    assert main([*ids, *sizes, "--pad-id", "256"]) == 2
+    assert "--pad-id 256 lies outside the vocabulary of 256 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", RND1_CASES)

@@ -157,10 +157,13 @@ class Row:
             self._enter(self.block + 1)
 
     def _stops_inside_block(self, just_written: Int32[np.ndarray, " N"]) -> bool:
-        """REFERENCE 6, item 3.6: an eos was just written, and no mask is left of the first eos."""
+        """REFERENCE 6, item 3.6: an eos was just written, and no mask is left of the first eos.
+
+        In a whole text that mask may also be filled later than the eos; RND1's reference has no early stop.
+        """
         if not (self._rule.tokens_are_final and self._config.eos_early_stop):
             return False
-        if not (just_written == self._config.eos_id).any():
+        if not self._config.whole_text and not (just_written == self._config.eos_id).any():
             return False
         eos = self._first_eos()
         return eos is not None and not (self._generated()[:eos] == self._config.mask_id).any()

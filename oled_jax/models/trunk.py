@@ -127,12 +127,12 @@ class Trunk(nnx.Module):
 
     @property
     def head_weight(self) -> Float[Array, "V D"]:
-        """Of `layers.head_logits`. Which position its logits are of: `ModelConfig.shifted_logits`."""
+        """Of `layers.head_logits`."""
         head = self.embedding if self.lm_head is None else self.lm_head
         return head.weight[...]
 
     def logits(self, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
-        """Logits of what `__call__` returned."""
+        """Logits of what `__call__` returned. Which position they predict: `ModelConfig.shifted_logits`."""
         return head_logits(hidden, self.head_weight)
 
 

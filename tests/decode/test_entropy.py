@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_denoisers import EOS, MASK, FakeDenoiser, config
+from fake_denoisers import EOS, MASK, FakeDenoiser, Model, config, hashed_model
 
 from oled_jax.decode.block_diffusion import BlockDiffusion, Prediction
 from oled_jax.decode.entropy import EntropyBoundRule, EntropyRule
@@ -77,11 +77,13 @@ def test_bounded_entropy_counts_all_but_the_largest() -> None:
     assert np.flatnonzero(strict.accept(state(tokens, entropy)).mask_transfer).tolist() == [0]
 
 
-def results_of(prompts: list[list[int]], rule: str, **changes: Any) -> tuple[dict[int, Result], EntropyDenoiser]:
+def results_of(
+    prompts: list[list[int]], rule: str, model: Model = hashed_model, **changes: Any
+) -> tuple[dict[int, Result], EntropyDenoiser]:
     settings = config(rule=rule, editing=rule == "edit", whole_text=RULES[rule].whole_text, **changes)
     if settings.whole_text:
         settings = one_block(prompts, settings)
-    denoiser = EntropyDenoiser()
+    denoiser = EntropyDenoiser(model)
     events = list(BlockDiffusion(denoiser, settings).run(prompts))
     for event in events:
         if isinstance(event, PassEvent) and event.kind is not PassKind.COMMIT:
@@ -114,12 +116,24 @@ def test_a_whole_text_is_one_block_with_something_behind_it() -> None:
     assert before.masked_before.sum(axis=1).tolist() == [10, 10]
 
 
+def test_early_stop_saves_passes_and_changes_no_token() -> None:
+    def eos_third(prefix: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        tokens = np.full(len(block), 3, np.int32)
+        tokens[3] = EOS
+        return tokens, np.ones(len(block), np.float32)
+
+    found = [results_of([[1]], "entropy", eos_third, steps=9, eos_early_stop=early)[0][0] for early in (False, True)]
+    assert found[0].output_ids == found[1].output_ids == (3, 3, EOS)
+    assert (found[0].finish, found[1].finish) == ("eos", "eos")
+    assert found[1].passes[PassKind.DENOISE] < found[0].passes[PassKind.DENOISE] == 9
+
+
 def test_what_stands_behind_a_text_is_never_a_mask() -> None:
     assert config(whole_text=True, pad_id=3).end_id == 3
     assert config(whole_text=True).end_id == EOS
     assert config(whole_text=True, eos_id=-1).end_id == 0
     assert config(whole_text=True, eos_id=-1, mask_id=0).end_id == 1
-    with pytest.raises(UsageError, match="pad_id 15 cannot be"):
+    with pytest.raises(UsageError, match="pad_id is 15, no pad"):
         config(pad_id=MASK)
 
 
