@@ -163,8 +163,8 @@ class Engine:
                 self._set_shares(None)
                 session.close()
 
-    def prepare(self, prompt_length: int, decoding: DecodingConfig, *, kept: KeptPrefix | None = None) -> None:
-        """Compiles the programs of runs of one such prompt, ahead of them; runs nothing."""
+    def prepare(self, prompt_length: int, decoding: DecodingConfig, *, kept: KeptPrefix) -> None:
+        """Compiles the programs of runs of one such prompt with a kept prefix, ahead of them; runs nothing."""
         with self._alone():
             Session(self, [[decoding.mask_id] * prompt_length], decoding, 1, kept).close()
 

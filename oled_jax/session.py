@@ -158,6 +158,8 @@ class Session:
 
     def prefill(self, tokens: Int32[np.ndarray, "B P"], lengths: Int32[np.ndarray, " B"]) -> None:
         """Whole prompt blocks into the KV cache, in equal chunks."""
+        if self._cache is None:
+            raise RuntimeError("a run without a KV cache has nothing to prefill")
         B, P = tokens.shape
         chunk = self._chunk
         for start in range(self._first, P, chunk):

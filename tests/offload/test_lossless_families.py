@@ -9,6 +9,7 @@ from engines import build, open_golden, run
 
 from oled_jax.config import DecodingConfig
 from oled_jax.passes import PassKind
+from oled_jax.prefix import KeptPrefix
 
 L, E, K, SPARE = 3, 16, 4, 5
 CAPACITIES = (1, K - 1, K, 9, E)
@@ -71,3 +72,8 @@ def test_whole_texts_of_unequal_length_in_a_batch_are_each_their_own(golden):
     engine = build(config, source, "oled", 5, slots=SLOTS)
     alone, _ = outcome(engine, decoding)
     assert [result.output_ids for result in run(engine, PROMPTS, decoding)] == alone
+    late = [9] * 12  # waits for a place
+    results = engine.generate([*PROMPTS, late], decoding, batch=2)
+    assert [result.output_ids for result in results] == [*alone, run(engine, [late], decoding)[0].output_ids]
+    with pytest.raises(ValueError, match="whole text leaves no keys"):
+        list(engine.stream([late], decoding, kept=KeptPrefix(config, 64, 8, 64)))
