@@ -145,6 +145,8 @@ class Engine:
         self._check_way(decoding)
         if not prompts:
             return
+        if kept is not None and decoding.whole_text:
+            raise ValueError("a whole text leaves no keys and values that the next could keep")
         if kept is not None and (len(prompts) > 1 or kept.block_length != decoding.block_length):
             raise ValueError("a kept prefix is for one prompt, and of one block length")
         session_type: type[Session] = Session

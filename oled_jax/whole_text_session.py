@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class WholeTextSession(Session):
-    """A `Denoiser` over an engine for one run. No keys and values outlive it.
+    """A `Denoiser` over an engine for one run.
 
     Args:
       engine: runs the passes; no other session may run meanwhile.
       prompts: token ids of every request.
       decoding: of `decode.whole_text.one_block`.
       places: rows of the batch; requests may be more.
-      kept: must be None.
+      kept: None, since no keys and values outlive it.
     """
 
     def __init__(
@@ -38,8 +38,6 @@ class WholeTextSession(Session):
         places: int,
         kept: KeptPrefix | None = None,
     ) -> None:
-        if kept is not None:
-            raise ValueError("a model whose attention goes both ways has no keys and values to keep")
         self._ends = text_lengths([len(prompt) for prompt in prompts], decoding)
         self._inside = np.zeros((places, decoding.block_length), bool)  # positions of the text in each place
         super().__init__(engine, prompts, decoding, places)

@@ -38,12 +38,13 @@ def main() -> None:
 
     raw = dict(PUBLISHED[args.size])
     raw["num_hidden_layers"] = args.layers or raw["num_hidden_layers"]
+    from oled_jax.machine import prepare_runtime
+    from oled_jax.memory import page_bytes
     from oled_jax.models.registry import config_from_hf
 
     config = config_from_hf(raw)
-    pages_gb = config.num_moe_layers * config.num_experts * config.page_parameters * 2 / GB
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(int(pages_gb * 1.2) + 8))
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # so that the peak is what was in use
+    prepare_runtime(config.num_moe_layers * config.num_experts * page_bytes(config))
     rows = measure(args, config)
     for row in rows:
         print(json.dumps(row))

@@ -81,12 +81,12 @@ def command(argv: Sequence[str]) -> None:
     """Runs the bench and prints its table."""
     options = build_parser().parse(argv)
     check_json_target(options.json)
-    cases = _cases(options)
     config = config_from_hf(PUBLISHED[options.size])
     layers = options.layers or fitting_layers(config)
     config = dataclasses.replace(config, num_hidden_layers=layers)
     prepare_runtime(config.num_moe_layers * config.num_experts * page_bytes(config))
     use_compilation_cache()
+    cases = _cases(options)  # asks JAX for its devices: what it reads when it starts is set by now
     trace = _trace(options, config)
     note(f"{layers} layers of {options.size}, {len(trace)} passes")
     largest = max(case.capacity for case in cases)
