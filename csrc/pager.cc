@@ -113,13 +113,15 @@ void Pager::route(Stream stream, const RouteCall& call) {
     read_plan(call);
     clear_busy();  // the layer before is done: its stream has just been waited for
     mark_busy();
+    // First the hits: a round of this plan may drop one and take its slot, and then what was asked for
+    // there must still arrive before.
+    require_hits(stream);
     // All rounds at once: what this plan asks for ahead may take the slot of a page that one of its
     // own rounds computes with and drops.
     int transfers = current_.rounds > 0 ? current_.transfer_end[current_.rounds - 1] : 0;
     for (int i = 0; i < transfers; ++i) cancel(current_.transfer_slot[i]);
     link_->to_device(stream, call.plan, outbox_.data, call.plan_size * sizeof(int32_t));
     if (current_.rounds > 0) issue(stream, 0);
-    require_landed(stream);
     auto plan = reinterpret_cast<const int32_t*>(outbox_.data);
     for (int i = 0; i < plan[call.offsets.prefetch_count]; ++i) {
       ask_ahead({plan[call.offsets.prefetch_layer + i], plan[call.offsets.prefetch_expert + i],
@@ -168,6 +170,7 @@ void Pager::read_plan(const RouteCall& call) {
   current_.layer = call.layer;
   current_.rounds = plan[at.num_rounds];
   current_.cpu_pairs = plan[at.cpu_pairs];
+  current_.hit_end = plan[at.hit_end];
   current_.transfer_end = plan + at.transfer_end;
   current_.item_end = plan + at.item_end;
   current_.transfer_expert = plan + at.transfer_expert;
@@ -339,11 +342,12 @@ void Pager::cancel(int slot) {
   ++statistics_.cancelled_pages;
 }
 
-// Pages of this layer that were asked for ahead: those that have not moved yet move now, and XLA's
-// stream waits for those on their way.
-void Pager::require_landed(Stream stream) {
+// Resident pages that this layer computes with and that were asked for ahead: those that have not moved
+// yet move now, and XLA's stream waits for those on their way.
+void Pager::require_hits(Stream stream) {
   Ticket last = 0;
-  for (int slot : busy_) {
+  for (int i = 0; i < current_.hit_end; ++i) {
+    int slot = current_.item_slot[i];
     if (waiting_[slot]) move_now(waiting_for(slot));
     last = std::max(last, slot_tickets_[slot]);
   }

@@ -24,7 +24,7 @@ namespace oled_jax {
 
 // Where the fields of a plan lie, in the order of PLAN_FIELDS in carriers/native.py.
 struct PlanOffsets {
-  int64_t num_rounds, cpu_pairs, transfer_end, item_end, transfer_expert, transfer_slot, item_slot;
+  int64_t num_rounds, cpu_pairs, hit_end, transfer_end, item_end, transfer_expert, transfer_slot, item_slot;
   int64_t prefetch_count, prefetch_layer, prefetch_expert, prefetch_slot;
 };
 constexpr size_t kPlanFields = sizeof(PlanOffsets) / sizeof(int64_t);
@@ -95,6 +95,7 @@ class Pager {
     int layer = -1;
     int rounds = 0;
     int cpu_pairs = 0;
+    int hit_end = 0;  // items before it need no transfer of this plan
     const int32_t *transfer_end, *item_end, *transfer_expert, *transfer_slot, *item_slot;
     int issued = 0;  // rounds whose pages are on their way
     int landed = 0;  // rounds that XLA's stream waits for
@@ -123,7 +124,7 @@ class Pager {
   Ticket move_now(Queue::iterator move);
   void ask_ahead(const Move& move);
   void cancel(int slot);
-  void require_landed(Stream stream);
+  void require_hits(Stream stream);
   void feed();
   void raise_feeder_failure();
   void detach() noexcept;

@@ -14,6 +14,7 @@ from engines import GREEDY, build, check_residency, context, open_tiny, run
 
 from oled_jax import native
 from oled_jax.errors import UsageError
+from oled_jax.models.moe import DenseExperts
 from oled_jax.offload.carriers import native as native_carrier
 from oled_jax.offload.carriers.native import NativeCarrier, NativeMover
 from oled_jax.offload.carriers.registry import choose
@@ -229,6 +230,60 @@ def test_ten_thousand_layers_leak_nothing():
     # A plan of 8,000 turns is 12 MB; what other tests left to the allocator moves by up to 1 MB.
     assert resident_bytes() - before < 3 * 2**20
     assert mover.statistics["routes"] == 10_000
+
+
+def test_a_page_asked_for_ahead_is_computed_with_before_its_slot_is_given_away():
+    """Layer 0 computes with slot 0 and asks for a page of layer 1 there, which can move only when layer 0 is done.
+    Layer 1 finds it resident and drops it, and its second round takes the slot."""
+    N, K, E, D, F = 4, 3, 8, 8, 8
+    store = allocate_store(2, E, D, F, jnp.dtype(jnp.float32))
+    rng = np.random.default_rng(0)
+    for layer in range(2):
+        for view in store.views(layer):
+            view[:] = rng.standard_normal(view.shape)
+    items = ItemShape(num_tokens=N, top_k=K, num_experts=E)
+    layout = PlanLayout(items=items, spare=2)
+
+    class Scripted:
+        def on_route(self, layer, packed, hidden):
+            flat = layout.empty()
+            plan = layout.fields(flat)
+            moves, slots, hits, ends = (
+                ([(0, 0)], [0], 0, [1]) if layer == 0 else ([(2, 1), (3, 0)], [0, 1, 0], 1, [1, 2])
+            )
+            plan["num_rounds"][:], plan["hit_end"][:] = len(ends), hits
+            for field, offset in (("transfer_end", 0), ("item_end", hits)):
+                plan[field][:] = ends[-1] + offset
+                plan[field][: len(ends)] = np.array(ends) + offset
+            plan["transfer_expert"][: len(moves)], plan["transfer_slot"][: len(moves)] = zip(*moves, strict=True)
+            plan["item_slot"][: len(slots)] = slots
+            row = np.arange(K) * items.rows * (layer == 1) + np.arange(N)[:, None]
+            plan["pair_row"][:] = row.ravel()
+            if layer == 0:
+                plan["prefetch_count"][:] = 1
+                plan["prefetch_layer"][0], plan["prefetch_expert"][0], plan["prefetch_slot"][0] = 1, 1, 0
+            return flat
+
+    mover = NativeMover(store, Scripted())
+    pool = empty_pool(2, D, F, jnp.float32)
+    mover.attach(pool)
+    ids = {0: jnp.zeros((N, K), jnp.int32), 1: jnp.broadcast_to(jnp.array([1, 2, 3], jnp.int32), (N, K))}
+    x, gates = jnp.asarray(rng.standard_normal((N, D)), jnp.float32), jnp.ones((N, K))
+
+    def step(pool, x):
+        experts, carry = OffloadedExperts(NativeCarrier(uses_cpu=False), layout), ExpertCarry.start(pool, items)
+        for layer in range(2):
+            # Gates that depend on x: as in a model, a layer is routed when the one before it is done.
+            x, carry = experts(layer, x, ids[layer], gates + jnp.minimum(jnp.abs(x[:, :K]), 0.0), carry)
+        return carry.pool, x
+
+    _, y = jax.jit(step, donate_argnums=0)(pool, x)
+    dense = DenseExperts(*(jnp.stack([store.views(layer)[part] for layer in range(2)]) for part in range(2)))
+    expected = x
+    for layer in range(2):
+        expected, _ = dense(layer, expected, ids[layer], gates, None)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max()))
+    mover.reset()
 
 
 def test_the_extension_is_asked_for_where_it_is_missing(monkeypatch):

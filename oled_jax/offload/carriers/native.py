@@ -30,7 +30,7 @@ from oled_jax.offload.store import PageStore
 
 # The fields that the pager reads, in the order of PlanOffsets in csrc/pager.h.
 PLAN_FIELDS = (
-    "num_rounds", "cpu_pairs", "transfer_end", "item_end", "transfer_expert", "transfer_slot", "item_slot",
+    "num_rounds", "cpu_pairs", "hit_end", "transfer_end", "item_end", "transfer_expert", "transfer_slot", "item_slot",
     "prefetch_count", "prefetch_layer", "prefetch_expert", "prefetch_slot",
 )  # fmt: skip
 
