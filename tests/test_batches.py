@@ -39,7 +39,10 @@ def alone(engines):
     return [engines[6].generate([prompt], GREEDY)[0] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(("batch", "capacity"), [(1, 32), (5, 6), (5, 1), (32, 1), (32, 32)])
+LARGE = [pytest.param(32, capacity, marks=pytest.mark.slow) for capacity in (1, 32)]
+
+
+@pytest.mark.parametrize(("batch", "capacity"), [(1, 32), (5, 6), (5, 1), *LARGE])
 def test_each_row_is_what_it_is_alone(engines, alone, batch, capacity):
     chosen = range(len(PROMPTS)) if batch < 32 else [SHORT[i % len(SHORT)] for i in range(33)]
     results = engines[capacity].generate([PROMPTS[i] for i in chosen], GREEDY, batch=batch)

@@ -30,7 +30,7 @@ from oled_jax.models.registry import config_from_hf
 from oled_jax.offload.store import PINNED_LIMIT_VARIABLE
 from oled_jax.policies.registry import POLICIES
 
-pytestmark = pytest.mark.usefixtures("roomy_kv_cache")
+pytestmark = [pytest.mark.usefixtures("roomy_kv_cache"), pytest.mark.slow]
 
 
 CAPACITY = 8  # of 32, fewer than a pass activates

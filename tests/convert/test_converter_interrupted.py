@@ -15,6 +15,8 @@ from oled_jax.convert.__main__ import main
 from oled_jax.convert.checkpoint import open_checkpoint
 from oled_jax.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, "-m", "oled_jax.convert"]
 PATIENCE_S = 60.0  # a child that has not got that far by then never will
 WIDTH = 1024

@@ -71,6 +71,7 @@ WATCHED = """
 """
 
 
+@pytest.mark.slow
 def test_a_thousand_iterations_on_two_cores_under_a_watchdog(golden):
     child = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(WATCHED), str(golden / "variants" / "base-float32")],
@@ -84,6 +85,7 @@ def test_a_thousand_iterations_on_two_cores_under_a_watchdog(golden):
     assert int(child.stdout.split()[-1]) >= 1000
 
 
+@pytest.mark.slow
 def test_hidden_states_of_a_large_pass_cross_the_callback(golden):
     """Operands beyond a few KB are copied asynchronously by XLA: a callback must not wait for itself."""
     engine = build(*open_tiny(golden), "lru", 3, carrier="portable")

@@ -153,6 +153,7 @@ class TestEveryBackend:
         with make(name, pages) as experts, pytest.raises(ValueError, match="does not fit"):
             experts.submit(dataclasses.replace(work, hidden=work.hidden[:, 1:]))
 
+    @pytest.mark.slow
     def test_no_deadlock_under_a_program_on_the_same_cores(self, name: str, stress: str) -> None:
         make(name, make_pages(DTYPES[2])).close()  # skips what is not installed
         assert f"finished 1000 {name} {1000 * 2 * 4}\n" in stress  # pages: 2 layers, 4 experts each

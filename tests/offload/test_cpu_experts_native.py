@@ -199,6 +199,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["kernel_test", "engine_test"])
 def test_under_sanitizers(sanitized: Path, program: str) -> None:
     done = subprocess.run([sanitized / program], capture_output=True, text=True, timeout=250, check=False)

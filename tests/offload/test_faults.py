@@ -111,6 +111,7 @@ def resident_kb() -> int:
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
 
 
+@pytest.mark.slow
 def test_two_thousand_iterations_leave_the_memory_flat(golden):
     smallest = open_golden(golden / "variants" / "base-float32")
     engine = build_plain(*smallest, "oled", 2, cpu="numpy")

@@ -178,6 +178,7 @@ def resident_bytes() -> int:
     return pages * 4096
 
 
+@pytest.mark.slow
 def test_ten_thousand_layers_leak_nothing():
     L, E, D, F, N, K = 1, 8, 16, 8, 4, 2
     items = ItemShape(num_tokens=N, top_k=K, num_experts=E)

@@ -25,6 +25,7 @@ OPTIONS = [
     "oled:allocation=uniform",
     "finemoe:distance=1",
 ]
+OTHER_LENGTHS = [pytest.param(length, marks=pytest.mark.slow) for length in (4, 16)]
 ON_CPU = [*NEEDS_CPU, "oled", *(f"oled:dispatch={rule}" for rule in ("load", "cpu", "makespan"))]
 # Against logits of standard deviation about 4: the CPU keeps float32 between the two products, as the device does, and
 # sums in another order. Observed at most 2e-5.
@@ -69,7 +70,11 @@ def reference(model, block_length):
     [
         *((8, policy, capacity) for policy in TRANSFERRING for capacity in CAPACITIES),
         *((8, policy, CAPACITIES[0]) for policy in OPTIONS),
-        *((length, policy, CAPACITIES[0]) for length in (4, 16) for policy in TRANSFERRING),
+        *(
+            pytest.param(length, policy, CAPACITIES[0], marks=pytest.mark.slow)
+            for length in (4, 16)
+            for policy in TRANSFERRING
+        ),
     ],
     indirect=["block_length"],
 )
@@ -83,7 +88,7 @@ def test_policies_that_transfer_give_the_same_bits(model, reference, block_lengt
 
 
 @pytest.mark.parametrize("policy", ON_CPU)
-@pytest.mark.parametrize("block_length", [4, 8, 16], indirect=True)
+@pytest.mark.parametrize("block_length", [8, *OTHER_LENGTHS], indirect=True)
 def test_policies_that_use_the_cpu_give_the_same_tokens(model, reference, block_length, policy):
     engine = build(*model, policy, CAPACITIES[0], cpu="numpy", slots=SLOTS)
     tokens, logits = outcome(engine, block_length)
