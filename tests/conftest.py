@@ -5,6 +5,7 @@ Imports nothing heavy: the process that only hands out the tests to others reads
 
 import importlib.machinery
 import os
+import signal
 import sys
 import tarfile
 import tempfile
@@ -21,6 +22,10 @@ LLVM_LEVEL = "--xla_backend_optimization_level"
 if LLVM_LEVEL not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {LLVM_LEVEL}=1".strip()
 
+
+# A shell that starts this in the background ignores Ctrl-C for all of it; tests send it to commands.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Many tests compile the same programs in different processes: the first one to finish leaves its own to the others.
 CACHE = {
