@@ -39,7 +39,7 @@ def alone(engines):
     return [engines[6].generate([prompt], GREEDY)[0] for prompt in PROMPTS]
 
 
-LARGE = [pytest.param(32, capacity, marks=pytest.mark.slow) for capacity in (1, 32)]
+LARGE = [pytest.param(32, capacity, marks=pytest.mark.exhaustive) for capacity in (1, 32)]
 
 
 @pytest.mark.parametrize(("batch", "capacity"), [(1, 32), (5, 6), (5, 1), *LARGE])

@@ -67,7 +67,7 @@ def run(checkpoint, capsys, *flags):
     return json.loads(captured.out)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_answers_repeat_and_do_not_depend_on_the_cache(checkpoint, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     reference = run(checkpoint, capsys, "--policy", "all")

@@ -99,7 +99,7 @@ def plain_pass(params, bias, tokens):
     return model(tokens, positions, mask, experts=dense(experts))[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_training_layout_equals_inference_passes(rows):
     """Each noisy block equals that block of a pass over its clean prefix and itself (REFERENCE section 5)."""
     state, L = random_state(), SETTINGS.block_length

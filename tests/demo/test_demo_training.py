@@ -27,7 +27,7 @@ from oled_jax.text import TextCodec
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_demo.py"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_step_lowers_the_loss_and_moves_the_bias_against_the_load(rows):
     state = random_state()
     key, rate = jax.random.key(0), jnp.float32(3e-3)
@@ -144,7 +144,7 @@ def test_schedule_warms_up_decays_and_refines_the_bias():
     assert (schedule.bias_rate_at(0.4), schedule.bias_rate_at(0.6)) == (1e-3, 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_script_runs_end_to_end_at_toy_size(tmp_path, monkeypatch):
     """In this process: it trains with the program that the tests above have compiled."""
     state, out = tmp_path / "state", tmp_path / "model"

@@ -54,7 +54,7 @@ def decoding(model):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices round differently")
 def test_fixed_texts_paged_and_resident(model, decoding):
     prompts = [model.codec.encode_prompt(prompt) for prompt in TEXTS]
