@@ -346,12 +346,10 @@ class Engine:
         """Every page is resident: each activated expert is a hit."""
         E = self.config.num_experts
         for layer, ids in enumerate(routes):
-            used = ids[info.token_mask]
-            activated = int(np.count_nonzero(np.bincount(used.ravel(), minlength=E)))
-            self.statistics.add(info.kind, layer, activated=activated, hits=activated, capacity=E)
+            hits = np.flatnonzero(np.bincount(ids[info.token_mask].ravel(), minlength=E))
+            self.statistics.add(info.kind, layer, activated=hits.size, hits=hits.size, capacity=E)
             if self._shares is not None:
-                resident, nothing = np.ones(E, bool), np.zeros(0, np.int64)
-                self._shares.add(ids, info.token_mask, resident, nothing)
+                self._shares.add(ids, info.token_mask, hits, hits[:0], hits.size)
 
     @property
     def handle(self) -> np.int32:

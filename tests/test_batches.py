@@ -79,7 +79,7 @@ def test_a_page_that_two_rows_wait_for_is_divided_between_them():
     shares = CacheShares(3, 4)
     shares.begin_pass(np.array([True, True, False]))
     ids, mask = np.array([[0, 1], [1, 2], [3, 3]]), np.array([True, True, False])
-    shares.add(ids, mask, resident=np.array([True, False, False, False]), to_gpu=np.array([1, 2]))
+    shares.add(ids, mask, hits=np.array([0]), to_gpu=np.array([1, 2]), num_activated=3)
     first, second, idle = (shares.take(place) for place in range(3))
     assert (first.activated, first.hits, first.transferred) == (2, 1, 0.5)
     assert (second.activated, second.hits, second.transferred) == (2, 0, 1.5)

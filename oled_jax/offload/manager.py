@@ -303,7 +303,8 @@ class CacheManager:
     def _count(self, routing: LayerRouting, decision: Decision) -> None:
         layer, kind, hits, to_gpu = routing.layer, routing.info.kind, routing.hits, decision.to_gpu
         if self.shares is not None:
-            self.shares.add(routing.expert_ids, routing.info.token_mask, routing.resident, to_gpu)
+            token_mask = routing.info.token_mask
+            self.shares.add(routing.expert_ids, token_mask, hits, to_gpu, routing.num_activated)
         self.statistics.routed(kind, layer, hits, to_gpu, decision.keep)
         self.statistics.add(
             kind,

@@ -34,16 +34,23 @@ class CacheShares:
         self,
         expert_ids: Int[np.ndarray, "N K"],
         token_mask: Bool[np.ndarray, " N"],
-        resident: Bool[np.ndarray, " E"],
+        hits: Int[np.ndarray, " H"],
         to_gpu: Int[np.ndarray, " G"],
+        num_activated: int,
     ) -> None:
         """Counts a layer of the pass, B rows of N / B tokens.
 
         Args:
-          resident: before misses were handled.
+          hits: activated experts that were resident before misses were handled.
           to_gpu: misses that were transferred.
+          num_activated: experts that any row activates.
         """
         if not self._counted.any():
+            return
+        if self._places == 1:  # nothing to divide, and the layer waits: dividing takes as long as planning does
+            self._activated += num_activated
+            self._hits += hits.size
+            self._transferred += to_gpu.size
             return
         B, E = self._places, self._num_experts
         keys = expert_ids.reshape(B, -1) + np.arange(B)[:, None] * E
@@ -53,7 +60,7 @@ class CacheShares:
         waiting = activated[:, to_gpu]
         transferred = (waiting / np.maximum(waiting.sum(axis=0), 1)).sum(axis=1)
         self._activated += self._counted * activated.sum(axis=1)
-        self._hits += self._counted * activated[:, resident].sum(axis=1)
+        self._hits += self._counted * activated[:, hits].sum(axis=1)
         self._transferred += self._counted * transferred
 
     def take(self, place: int) -> CacheShare:
