@@ -5,9 +5,9 @@
 //
 // A `Simd` describes a level's float32 registers: Vec, kLanes, zero(), multiply_add(a, b, sum),
 // loads of stored weights, sum_lanes(four vectors, out); the tiles whose sums fit them, kMaxRows
-// rows by kFewTokens tokens, and for more tokens than that kManyRows by kManyTokens; and kAhead,
-// the bytes by which its weights are prefetched, or 0. A `Product` says how weights meet inputs, a step
-// of kStep values at a time, which is loaded in kParts parts:
+// rows by kFewTokens tokens, and for more tokens than that kManyRows by kManyTokens; and the kAhead
+// of products that widen. A `Product` says how weights meet inputs, a step of kStep values at a
+// time, which is loaded in kParts parts:
 //   kAhead                           bytes by which weights are prefetched, or 0
 //   kBytes, kInputBytes              bytes of a stored weight and of a packed input value
 //   weights<part>(p), input<part>(p) load a part of the step at p

@@ -113,8 +113,8 @@ void Pager::route(Stream stream, const RouteCall& call) {
     read_plan(call);
     clear_busy();  // the layer before is done: its stream has just been waited for
     mark_busy();
-    // First the hits: a round of this plan may drop one and take its slot, and then what was asked for
-    // there must still arrive before.
+    // First the hits: a round of this plan may drop one and take its slot, and then what was asked
+    // for there must still arrive before.
     require_hits(stream);
     // All rounds at once: what this plan asks for ahead may take the slot of a page that one of its
     // own rounds computes with and drops.
@@ -342,8 +342,8 @@ void Pager::cancel(int slot) {
   ++statistics_.cancelled_pages;
 }
 
-// Resident pages that this layer computes with and that were asked for ahead: those that have not moved
-// yet move now, and XLA's stream waits for those on their way.
+// Resident pages that this layer computes with and that were asked for ahead: those that have not
+// moved yet move now, and XLA's stream waits for those on their way.
 void Pager::require_hits(Stream stream) {
   Ticket last = 0;
   for (int i = 0; i < current_.hit_end; ++i) {

@@ -24,7 +24,8 @@ namespace oled_jax {
 
 // Where the fields of a plan lie, in the order of PLAN_FIELDS in carriers/native.py.
 struct PlanOffsets {
-  int64_t num_rounds, cpu_pairs, hit_end, transfer_end, item_end, transfer_expert, transfer_slot, item_slot;
+  int64_t num_rounds, cpu_pairs, hit_end, transfer_end, item_end, transfer_expert, transfer_slot;
+  int64_t item_slot;
   int64_t prefetch_count, prefetch_layer, prefetch_expert, prefetch_slot;
 };
 constexpr size_t kPlanFields = sizeof(PlanOffsets) / sizeof(int64_t);

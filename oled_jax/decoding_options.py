@@ -182,9 +182,8 @@ def _flag(name: str) -> str:
 
 def _family_keys(stored: Mapping[str, Any], family: Family, source: str) -> dict[str, Any]:
     """Fields that a file sets under the family's own names. Null sets nothing."""
-    found = {name: stored.get(key) for key, name in family.decoding_keys.items()}
-    keys = {name: key for key, name in family.decoding_keys.items()}
-    return {name: _checked(name, value, keys[name], source) for name, value in found.items() if value is not None}
+    found = {key: name for key, name in family.decoding_keys.items() if stored.get(key) is not None}
+    return {name: _checked(name, stored[key], key, source) for key, name in found.items()}
 
 
 def _from_checkpoint(generation_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from oled_jax.demo.shipped import LABEL, demo_model_dir
 from oled_jax.engine import Engine, WeightSource, load_offloaded, load_resident
 from oled_jax.errors import UsageError
 from oled_jax.machine import device_free_bytes, host_free_bytes, is_unified, prepare_runtime
-from oled_jax.memory import MemoryPlan, page_bytes, plan_memory
+from oled_jax.memory import MemoryPlan, page_bytes, plan_memory, store_bytes
 from oled_jax.models.registry import Family, family_named, siblings
 from oled_jax.offload.carriers.registry import AUTO as CARRIER_AUTO
 from oled_jax.offload.carriers.registry import choose
@@ -81,7 +81,7 @@ def open_model(model: str | None, dtype: str | None = None, family: str | None =
     if family is not None:
         opened = _as_family(opened, family)
     config = opened.config
-    prepare_runtime(config.num_moe_layers * config.num_experts * page_bytes(config))
+    prepare_runtime(store_bytes(config))
     return opened
 
 

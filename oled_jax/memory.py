@@ -181,6 +181,11 @@ def page_bytes(config: ModelConfig) -> int:
     return config.page_parameters * jnp.dtype(config.dtype).itemsize
 
 
+def store_bytes(config: ModelConfig) -> int:
+    """All routed experts in the model's dtype."""
+    return config.num_moe_layers * config.num_experts * page_bytes(config)
+
+
 def trunk_bytes(config: ModelConfig) -> int:
     """Everything that is not a routed expert."""
     itemsize = jnp.dtype(config.dtype).itemsize

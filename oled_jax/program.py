@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from oled_jax.config import ModelConfig
+from oled_jax.config import DecodingConfig, ModelConfig
 from oled_jax.decode.sampling import entropy, predict, row_keys
 from oled_jax.models.kv_cache import KVCache
 from oled_jax.models.layers import head_logits
@@ -49,6 +49,19 @@ class Sampling:
     editing: bool
     entropy: bool = False
     shifted: bool = False
+
+    @classmethod
+    def of(cls, config: ModelConfig, decoding: DecodingConfig) -> "Sampling":
+        """What a run with these settings needs."""
+        return cls(
+            mask_id=decoding.mask_id,
+            temperature=decoding.temperature,
+            top_k=decoding.top_k,
+            top_p=decoding.top_p,
+            editing=decoding.editing or decoding.whole_text,  # RND1 compares logits, too
+            entropy=decoding.whole_text,
+            shifted=config.shifted_logits,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -82,15 +82,7 @@ class Session:
         self._engine = engine
         self._decoding = decoding
         self._prompts = prompts
-        self._sampling = Sampling(
-            mask_id=decoding.mask_id,
-            temperature=decoding.temperature,
-            top_k=decoding.top_k,
-            top_p=decoding.top_p,
-            editing=decoding.editing or decoding.whole_text,  # RND1 compares logits, too
-            entropy=decoding.whole_text,
-            shifted=engine.config.shifted_logits,
-        )
+        self._sampling = Sampling.of(engine.config, decoding)
         self._kept = kept
         self._first = 0  # where the first prompt pass begins
         self._cache, self._chunk = self._memory(lengths, places)

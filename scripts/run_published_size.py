@@ -39,12 +39,12 @@ def main() -> None:
     raw = dict(PUBLISHED[args.size])
     raw["num_hidden_layers"] = args.layers or raw["num_hidden_layers"]
     from oled_jax.machine import prepare_runtime
-    from oled_jax.memory import page_bytes
+    from oled_jax.memory import store_bytes
     from oled_jax.models.registry import config_from_hf
 
     config = config_from_hf(raw)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # so that the peak is what was in use
-    prepare_runtime(config.num_moe_layers * config.num_experts * page_bytes(config))
+    prepare_runtime(store_bytes(config))
     rows = measure(args, config)
     for row in rows:
         print(json.dumps(row))

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
+from oled_jax.config import ModelConfig
 from oled_jax.engine import Engine
 from oled_jax.models.kv_cache import KVCache, init_kv_cache
+from oled_jax.models.registry import family_named
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import PassInfo
 from oled_jax.program import PassInputs, Sampling, sample, unpack_sample
@@ -33,6 +35,12 @@ class PassTime:
     @property
     def total_s(self) -> float:
         return self.forward_s + self.sample_s + self.end_s
+
+
+def greedy_sampling(config: ModelConfig) -> Sampling:
+    """The head as a model of this shape runs it by default, whatever its weights."""
+    mask_id = min(family_named(config.family).default_mask_id, config.vocab_size - 1)
+    return Sampling(mask_id=mask_id, temperature=0.0, top_k=None, top_p=None, editing=False)
 
 
 class EngineReplay:

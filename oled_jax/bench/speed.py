@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from oled_jax.bench.bed import Case, TestBed, fitting_layers
-from oled_jax.bench.replay import EngineReplay, PassTime
+from oled_jax.bench.replay import EngineReplay, PassTime, greedy_sampling
 from oled_jax.cli import CommandParser, note, number, whole_number
 from oled_jax.config import ModelConfig
 from oled_jax.engine import Engine
@@ -29,9 +29,9 @@ from oled_jax.machine import (
     prepare_runtime,
     use_compilation_cache,
 )
-from oled_jax.memory import page_bytes
+from oled_jax.memory import store_bytes
 from oled_jax.models.published import PUBLISHED
-from oled_jax.models.registry import config_from_hf, family_named
+from oled_jax.models.registry import config_from_hf
 from oled_jax.offload.carriers.native import NativeMover
 from oled_jax.offload.carriers.registry import AUTO, MOVERS, choose
 from oled_jax.offload.residency import DEFAULT_SPARE
@@ -39,7 +39,6 @@ from oled_jax.offload.statistics import CacheSummary
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import FutureRouting
 from oled_jax.policies.registry import POLICIES, parse_policy
-from oled_jax.program import Sampling
 from oled_jax.report import STDOUT, check_json_target, write_json
 from oled_jax.sim.replay import future_of
 from oled_jax.traces.files import open_trace
@@ -84,7 +83,7 @@ def command(argv: Sequence[str]) -> None:
     config = config_from_hf(PUBLISHED[options.size])
     layers = options.layers or fitting_layers(config)
     config = dataclasses.replace(config, num_hidden_layers=layers)
-    prepare_runtime(config.num_moe_layers * config.num_experts * page_bytes(config))
+    prepare_runtime(store_bytes(config))
     use_compilation_cache()
     cases = _cases(options)  # asks JAX for its devices: what it reads when it starts is set by now
     trace = _trace(options, config)
@@ -158,9 +157,7 @@ def _trace(options: argparse.Namespace, config: ModelConfig) -> Trace:
 
 def _measure(bed: TestBed, case: Case, trace: Trace, repeats: int, future: FutureRouting | None) -> dict[str, Any]:
     """One row. The first replay compiles and fills the cache, and is not counted."""
-    family = family_named(bed.config.family)
-    mask_id = min(family.default_mask_id, bed.config.vocab_size - 1)
-    sampling = Sampling(mask_id=mask_id, temperature=0.0, top_k=None, top_p=None, editing=False)
+    sampling = greedy_sampling(bed.config)
     with bed.engine(case, future) as engine:
         replay = EngineReplay(engine, trace, sampling)
         list(replay.run())

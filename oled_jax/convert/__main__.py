@@ -21,7 +21,7 @@ from oled_jax.convert.to_hf import write_hf
 from oled_jax.convert.writer import convert_checkpoint, converted_bytes
 from oled_jax.errors import UsageError
 from oled_jax.machine import prepare_runtime
-from oled_jax.memory import format_bytes, page_bytes
+from oled_jax.memory import format_bytes, store_bytes
 
 NAME = "oled_jax.convert"
 FORMS = """\
@@ -93,7 +93,7 @@ def _check(options: argparse.Namespace) -> None:
 def _inspect(directory: Path) -> None:
     weights = open_checkpoint(directory)
     config = weights.config
-    prepare_runtime(config.num_moe_layers * config.num_experts * page_bytes(config))
+    prepare_runtime(store_bytes(config))
     print("\n".join(describe_checkpoint(weights, jax.local_devices()[0])))
 
 

@@ -12,9 +12,8 @@ from oled_jax.policies.composed import Retention
 from oled_jax.policies.lasting import LastingValue
 from oled_jax.policies.token_table import MOST, TokenTable
 
-DECODED, MASKED, WRITTEN = range(
-    3
-)  # what a token was when its pass had ended: decoded earlier, still masked, just written
+# What a token was when its pass had ended: decoded earlier, still masked, just written.
+DECODED, MASKED, WRITTEN = range(3)
 FIRST_KEPT = (0.8, 0.75, 0.25)  # before anything was seen
 KEPT_PACE, WRITTEN_PACE = 0.02, 0.02  # weight of one new token in the running means
 OPENING_PACE = 0.03  # weight of a new block's first pass

@@ -45,7 +45,7 @@ class CheckpointSubject(Subject):
         self.workloads = WORKLOADS[:1] if settings.quick else WORKLOADS
         self._model = model
         length = QUICK_GEN_LENGTH if settings.quick else GEN_LENGTH
-        flags = argparse.Namespace(mask_id=None, eos_id=None, gen_length=length)
+        flags = argparse.Namespace(gen_length=length)
         self.decoding = decoding_options(flags, model)
         self.block_length = self.decoding.block_length
         self.decoding = self._paced(self.decoding)
@@ -60,7 +60,7 @@ class CheckpointSubject(Subject):
 
     @property
     def sampling(self) -> Sampling:
-        return _sampling(self.decoding)
+        return Sampling.of(self.config, self.decoding)
 
     def decoding_settings(self) -> dict[str, Any]:
         return effective_settings(self.decoding)
@@ -148,14 +148,4 @@ def _took(answers: Sequence[Sequence[Result]]) -> Took:
         prefill_s=sum(max(result.ttft_prefill_s for result in batch) for batch in answers),
         batches=len(answers),
         tokens=sum(len(result.output_ids) for result in results),
-    )
-
-
-def _sampling(decoding: DecodingConfig) -> Sampling:
-    return Sampling(
-        mask_id=decoding.mask_id,
-        temperature=decoding.temperature,
-        top_k=decoding.top_k,
-        top_p=decoding.top_p,
-        editing=decoding.editing,
     )

@@ -8,12 +8,13 @@ import jax
 
 from oled_jax.bench.bed import TestBed, fitting_layers
 from oled_jax.bench.paper.subject import POOL_SHARE, WARM_UP, RunSettings, Subject, Work
+from oled_jax.bench.replay import greedy_sampling
 from oled_jax.config import ModelConfig
 from oled_jax.errors import UsageError
 from oled_jax.machine import prepare_runtime
-from oled_jax.memory import page_bytes
+from oled_jax.memory import page_bytes, store_bytes
 from oled_jax.models.published import PUBLISHED
-from oled_jax.models.registry import config_from_hf, family_named
+from oled_jax.models.registry import config_from_hf
 from oled_jax.offload.residency import DEFAULT_SPARE
 from oled_jax.program import Sampling
 from oled_jax.traces.batch import stack_requests
@@ -51,8 +52,7 @@ class PublishedSubject(Subject):
 
     @property
     def sampling(self) -> Sampling:
-        mask_id = min(family_named(self.config.family).default_mask_id, self.config.vocab_size - 1)
-        return Sampling(mask_id=mask_id, temperature=0.0, top_k=None, top_p=None, editing=False)
+        return greedy_sampling(self.config)
 
     def decoding_settings(self) -> dict[str, Any]:
         return {}
@@ -85,7 +85,7 @@ def published_subject(label: str, settings: RunSettings) -> PublishedSubject:
     """Raises UsageError where not even one MoE layer fits."""
     preset = NAMES[label]
     config = config_from_hf(PUBLISHED[preset])
-    prepare_runtime(config.num_moe_layers * config.num_experts * page_bytes(config))
+    prepare_runtime(store_bytes(config))
     dense, wanted = config.first_k_dense_replace, config.num_hidden_layers
     layers = min(fitting_layers(config), _device_layers(config) + dense)
     if layers <= dense:
