@@ -5,6 +5,8 @@ and names, so that a checkpoint tensor fills a state leaf as it stands. No modul
 to.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -31,6 +33,7 @@ def head_logits(hidden: Float[Array, "*N D"], weight: Float[Array, "V D"]) -> Fl
     return linear(hidden, weight).astype(jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnames="eps")
 def rms_norm(x: Float[Array, "*N D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*N D"]:
     """x over its root mean square in float32, cast to x's dtype, only then times the weight (REFERENCE 4)."""
     wide = x.astype(jnp.float32)
@@ -38,6 +41,7 @@ def rms_norm(x: Float[Array, "*N D"], weight: Float[Array, " D"], eps: float) ->
     return normed.astype(x.dtype) * weight
 
 
+@jax.jit
 def swiglu(
     x: Float[Array, "*N D"], gate: Float[Array, "F D"], up: Float[Array, "F D"], down: Float[Array, "D F"]
 ) -> Float[Array, "*N D"]:
@@ -46,6 +50,7 @@ def swiglu(
     return linear(activated * linear(x, up), down)
 
 
+@jax.jit
 def attend(
     queries: Float[Array, "B T Nq Hd"],
     keys: Float[Array, "B Nk S Hd"],

@@ -4,6 +4,7 @@ Where the weights of the routed experts are is not this file's business: whoever
 `Experts`. The resident `DenseExperts` here is the plain yardstick that others are tested against.
 """
 
+import functools
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -39,6 +40,7 @@ class Experts(Protocol):
         ...
 
 
+@functools.partial(jax.jit, static_argnames="config")
 def route(
     x: Float[Array, "N D"], weight: Float[Array, "E D"], bias: Float[Array, " E"], config: ModelConfig
 ) -> tuple[Int[Array, "N K"], Float[Array, "N K"]]:
@@ -59,6 +61,7 @@ def route(
     return ids.astype(jnp.int32), gates * config.routed_scaling_factor
 
 
+@functools.partial(jax.jit, static_argnames="config")
 def route_by_softmax(
     x: Float[Array, "N D"], weight: Float[Array, "E D"], config: ModelConfig
 ) -> tuple[Int[Array, "N K"], Float[Array, "N K"]]:
@@ -85,6 +88,7 @@ def limit_groups(biased: Float[Array, "N E"], groups: int, passing: int) -> Floa
     return jnp.where(passes[:, :, None], grouped, -jnp.inf).reshape(N, E)
 
 
+@jax.jit
 def combine(rows: Float[Array, "N K D"], gates: Float[Array, "N K"]) -> Float32[Array, "N D"]:
     """Sum over k of gates · rows in float32 and in order; the caller casts it once (REFERENCE 4, MoE 6)."""
     total = jnp.zeros((rows.shape[0], rows.shape[2]), jnp.float32)

@@ -4,6 +4,8 @@
 through it, and one shared test runs them all.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -18,6 +20,7 @@ IMPLEMENTATIONS = ("xla", "triton")
 Bounds = tuple[Int[Array, ""], Int[Array, ""]]
 
 
+@functools.partial(jax.jit, static_argnames="shape")
 def item_rows(x: Float[Array, "N D"], pair_row: Int[Array, " P"], shape: ItemShape) -> Float[Array, "J R D"]:
     """The rows that each item computes: [I, R, D], or [1, R, D] where every item holds all tokens."""
     if shape.direct:
@@ -28,6 +31,7 @@ def item_rows(x: Float[Array, "N D"], pair_row: Int[Array, " P"], shape: ItemSha
     return x[token].reshape(shape.max_items, shape.rows, -1)
 
 
+@functools.partial(jax.jit, static_argnames="implementation")
 def grouped_ffn(
     rows: Float[Array, "J R D"],
     slots: Int[Array, " I"],

@@ -78,5 +78,5 @@ def test_float32_asks_for_full_precision(golden: Path) -> None:
     with np.load(golden / "variants" / "base-float32" / "golden.npz") as case:
         text = jax.jit(forward).lower(state, checkpoint.experts, *model_inputs(case)).as_text()
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-    assert len(products) > 20
+    assert len(products) > 10  # of functions that the layers share
     assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
