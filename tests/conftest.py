@@ -16,12 +16,21 @@ import pytest
 
 ARCHIVE = Path(__file__).parent / "golden" / "golden.tar.xz"
 
-# Compiling is most of what the tests cost. LLVM's first level saves a quarter of it and gives the same bits (measured
-# over test_lossless.py). XLA's own passes, which decide what is fused, donated and copied, run as they always do.
-LLVM_LEVEL = "--xla_backend_optimization_level"
-if LLVM_LEVEL not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {LLVM_LEVEL}=1".strip()
-
+# XLA's own passes, which decide what is fused, donated and copied, run as they always do.
+FLAGS = {
+    # Compiling is most of what the tests cost. LLVM's first level saves a quarter of it and gives the same bits
+    # (measured over test_lossless.py).
+    "--xla_backend_optimization_level": "1",
+    # On a GPU each process tunes its matrix products for itself: between programs that two processes compiled, float32
+    # differed by 2e-5 where a test wants the same bits.
+    "--xla_gpu_autotune_level": "0",
+}
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        *os.environ.get("XLA_FLAGS", "").split(),
+        *(f"{flag}={value}" for flag, value in FLAGS.items() if flag not in os.environ.get("XLA_FLAGS", "")),
+    ]
+)
 
 # A shell that starts this in the background ignores Ctrl-C for all of it; tests send it to commands.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
