@@ -45,6 +45,7 @@ class Task {
   const Clock::time_point created_ = Clock::now();
   // Guarded by the pool's mutex.
   int threads_inside_ = 0;
+  bool begun_ = false;
   bool done_ = false;
   std::exception_ptr error_;
   Clock::duration busy_{0};  // summed over threads

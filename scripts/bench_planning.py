@@ -1,11 +1,12 @@
 """Times the planning of a layer, `CacheManager.on_route`, without a device.
 
-    python scripts/bench_planning.py --policy oled --policy oled:dispatch=gpu [--cold-mb 64] [--json FILE|-]
+    python scripts/bench_planning.py --policy oled [--policy lru] [--cpu-threads 14] [--cold-mb 64] [--json FILE|-]
 
 Routes a synthetic trace of LLaDA2.0-mini through a manager and prints microseconds per layer: of `on_route`, and of the
 parts that the statistics tell apart, which include what is done once a pass. Every run routes the same; a figure is the
 mean over layers and passes of the least time that any run took there, so that other work of the machine does not count.
-Nobody computes what is left to the CPU. `OLED_JAX_NATIVE=off` times the NumPy functions.
+With `--cpu-threads` the native kernel computes what is left to the CPU, and each layer waits for it once it is planned:
+planning then includes the start of that work. Else nobody computes it. `OLED_JAX_NATIVE=off` times the NumPy functions.
 """
 
 import argparse
@@ -15,11 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from oled_jax import native
 from oled_jax.cost.profile import UNMEASURED
 from oled_jax.offload.cpu_experts.base import CpuExperts
+from oled_jax.offload.cpu_experts.native import NativeExperts
 from oled_jax.offload.manager import CacheManager
 from oled_jax.offload.residency import DEFAULT_SPARE
 from oled_jax.passes import PassKind
@@ -42,7 +45,7 @@ class NoExperts(CpuExperts):
         pass
 
     def collect(self, layer):
-        raise NotImplementedError
+        return np.zeros(0, np.float32)
 
     def reset(self):
         pass
@@ -51,7 +54,16 @@ class NoExperts(CpuExperts):
         pass
 
 
-def manager_for(header: TraceHeader, policy: str, capacity: int) -> CacheManager:
+def cpu_experts_for(header: TraceHeader, threads: int | None) -> CpuExperts:
+    if threads is None:
+        return NoExperts()
+    E, F, D = header.num_experts, header.moe_intermediate_size, header.hidden_size
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    pages = np.ones((E, 2 * F, D), dtype), np.ones((E, D, F), dtype)
+    return NativeExperts([pages] * header.num_layers, threads=threads)
+
+
+def manager_for(header: TraceHeader, policy: str, capacity: int, cpu_experts: CpuExperts) -> CacheManager:
     context = PolicyContext(
         num_layers=header.num_layers,
         num_experts=header.num_experts,
@@ -60,7 +72,7 @@ def manager_for(header: TraceHeader, policy: str, capacity: int) -> CacheManager
         costs=UNMEASURED,
         cpu_available=True,
     )
-    return CacheManager(make_policy(policy, context), spare=DEFAULT_SPARE, page_bytes=1, cpu_experts=NoExperts())
+    return CacheManager(make_policy(policy, context), spare=DEFAULT_SPARE, page_bytes=1, cpu_experts=cpu_experts)
 
 
 def packed_routes(step: TracePass) -> list[np.ndarray]:
@@ -72,7 +84,13 @@ def packed_routes(step: TracePass) -> list[np.ndarray]:
     return layers
 
 
-def run(manager: CacheManager, passes: Sequence[TracePass], routes: Sequence[list[np.ndarray]], cold: np.ndarray):
+def run(
+    manager: CacheManager,
+    passes: Sequence[TracePass],
+    routes: Sequence[list[np.ndarray]],
+    cold: np.ndarray,
+    hidden_size: int,
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """One run over the trace.
 
     Returns:
@@ -87,13 +105,16 @@ def run(manager: CacheManager, passes: Sequence[TracePass], routes: Sequence[lis
             manager.begin_request(prompt)
         for _ in range(step.new_blocks):
             manager.begin_block()
-        hidden = np.zeros((packed[0].shape[0], 1), np.float32)
+        tokens = packed[0].shape[0]
+        hidden, layout = np.ones((tokens, hidden_size), ml_dtypes.bfloat16), manager.layout(tokens)
         manager.begin_pass(step.info)
         for layer in range(layers):
             np.add(cold, 1, out=cold)  # what the callback's core did meanwhile: its caches hold something else
             start = time.perf_counter()
-            manager.on_route(layer, packed[layer], hidden)
+            plan = manager.on_route(layer, packed[layer], hidden)
             taken[number, layer] = (time.perf_counter() - start) * 1e6
+            if layout.fields(plan)["cpu_pairs"][0]:
+                manager.collect(layer, hidden.shape)
         manager.raise_failure()
         manager.end_iteration(step.outcome)
         now = planning_us(manager)
@@ -113,11 +134,13 @@ def measure(header: TraceHeader, passes: Sequence[TracePass], policy: str, args:
     routes = [packed_routes(step) for step in passes]
     cold = np.zeros(args.cold_mb << 20, np.uint8)
     taken, parts = None, {}
+    cpu_experts = cpu_experts_for(header, args.cpu_threads)
     for _ in range(args.runs):
-        manager = manager_for(header, policy, args.capacity)
-        once, once_parts = run(manager, passes, routes, cold)
+        manager = manager_for(header, policy, args.capacity, cpu_experts)
+        once, once_parts = run(manager, passes, routes, cold, header.hidden_size)
         taken = once if taken is None else np.minimum(taken, once)
         parts = {name: np.minimum(parts.get(name, np.inf), values) for name, values in once_parts.items()}
+    cpu_experts.close()
     decoding = [step.info.kind is not PassKind.PREFILL for step in passes]
     summary = manager.statistics.summary(PassKind.DENOISE, PassKind.EDIT)
     layer_passes = summary.passes * header.num_layers
@@ -141,6 +164,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--cold-mb", type=int, default=0, help="megabytes to write before each layer, to empty caches")
+    parser.add_argument("--cpu-threads", type=int, help="of the native kernel; default: nobody computes")
     parser.add_argument("--json", metavar="FILE|-", help="write the figures as one object")
     args = parser.parse_args()
     # Blocks that change a little faster than the published figures say: 50 experts, of which some 20 miss at 40.
@@ -155,6 +179,7 @@ def main() -> None:
         "capacity": args.capacity,
         "tokens": args.tokens,
         "cold_mb": args.cold_mb,
+        "cpu_threads": args.cpu_threads,
         "policies": rows,
     }
     text = json.dumps(result, indent=2)
