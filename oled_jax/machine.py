@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import resource
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,12 @@ def host_free_bytes() -> int | None:
 def host_peak_bytes() -> int:
     """The most host memory that this process held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, whatever it did then."""
+    after_boot = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - after_boot / os.sysconf("SC_CLK_TCK")
 
 
 def describe_machine(device: jax.Device) -> dict[str, Any]:

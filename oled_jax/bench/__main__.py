@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from oled_jax.bench import accuracy, speed
+from oled_jax.bench import accuracy, speed, startup
 from oled_jax.bench.paper import command as paper
 from oled_jax.cli import run_command
 from oled_jax.errors import UsageError
@@ -14,6 +14,7 @@ BENCHES: Mapping[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     "accuracy": (accuracy.SUMMARY, accuracy.command),
     "paper": (paper.SUMMARY, paper.command),
     "speed": (speed.SUMMARY, speed.command),
+    "startup": (startup.SUMMARY, startup.command),
 }
 
 
