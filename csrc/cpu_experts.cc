@@ -41,7 +41,7 @@ struct Routes {
 Routes route(const ExpertShare& share, int64_t num_experts) {
   std::vector<int64_t> position(num_experts, -1);
   for (int64_t i = 0; i < share.count; ++i) {
-    const int32_t id = share.experts[i];
+    const int64_t id = share.experts[i];
     if (id < 0 || id >= num_experts) {
       throw std::out_of_range("CPU experts (native): expert " + std::to_string(id) +
                               " is not one of " + std::to_string(num_experts));
@@ -51,9 +51,11 @@ Routes route(const ExpertShare& share, int64_t num_experts) {
   const auto for_each_pair = [&](const auto& body) {
     for (int64_t t = 0; t < share.tokens; ++t) {
       if (!share.token_mask[t]) continue;
-      for (int64_t k = t * share.top_k; k < (t + 1) * share.top_k; ++k) {
-        const int32_t id = share.expert_ids[k];
-        if (id >= 0 && id < num_experts && position[id] >= 0) body(t, position[id], share.gates[k]);
+      const int32_t* const ids = share.expert_ids + t * share.ids_step;
+      const float* const gates = share.gates + t * share.gates_step;
+      for (int64_t k = 0; k < share.top_k; ++k) {
+        const int32_t id = ids[k];
+        if (id >= 0 && id < num_experts && position[id] >= 0) body(t, position[id], gates[k]);
       }
     }
   };

@@ -39,9 +39,11 @@ struct ExpertShare {
   int64_t layer;
   int64_t tokens, top_k, count;
   const std::byte* hidden;    // [tokens, D], in the weights' format
-  const int32_t* experts;     // [count]: those computed here
+  const int64_t* experts;     // [count]: those computed here
   const int32_t* expert_ids;  // [tokens, top_k]; others are ignored
+  int64_t ids_step;           // from one token to the next
   const float* gates;         // [tokens, top_k]
+  int64_t gates_step;
   const bool* token_mask;     // [tokens]
   float* output;              // [tokens, D]
 };

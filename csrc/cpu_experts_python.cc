@@ -6,11 +6,15 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <stdexcept>
 #include <tuple>
+#include <unordered_map>
+#include <utility>
 
 #include "cpu_experts.h"
 #include "host_read.h"
+#include "numpy_view.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -18,8 +22,6 @@ using namespace nb::literals;
 namespace oled_jax {
 namespace {
 
-template <class Value, size_t kDims>
-using Array = nb::ndarray<Value, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
 
 const std::byte* bytes(const Bytes& array, int64_t size) {
@@ -38,7 +40,8 @@ WeightFormat weight_format(const std::string& dtype) {
   throw std::invalid_argument("CPU experts (native): no weights are " + dtype);
 }
 
-// The engine with the sizes that arrays are checked against. Python keeps the arrays alive.
+// The engine with the sizes that arrays are checked against, and its outputs. Python keeps the hidden
+// states alive.
 class PyCpuExperts {
  public:
   PyCpuExperts(const std::vector<std::tuple<Bytes, Bytes>>& layers, const std::string& dtype,
@@ -48,36 +51,69 @@ class PyCpuExperts {
         D_(D),
         engine_(expert_pages(layers, dtype, experts, D, F), threads, isa, cpus) {}
 
-  void submit(int64_t layer, const Bytes& hidden, const Array<const int32_t, 1>& experts,
-              const Array<const int32_t, 2>& expert_ids, const Array<const float, 2>& gates,
-              const Array<const bool, 1>& token_mask, const Array<float, 2>& output) {
+  void submit(int64_t layer, const NumpyView<const uint8_t, 2>& hidden,
+              const NumpyView<const int64_t>& experts,
+              const NumpyView<const int32_t, 2>& expert_ids,
+              const NumpyView<const float, 2>& gates, const NumpyView<const bool>& token_mask) {
     ExpertShare share;
     share.layer = layer;
-    share.tokens = static_cast<int64_t>(expert_ids.shape(0));
-    share.top_k = static_cast<int64_t>(expert_ids.shape(1));
-    share.count = static_cast<int64_t>(experts.shape(0));
-    if (gates.shape(0) != expert_ids.shape(0) || gates.shape(1) != expert_ids.shape(1) ||
-        token_mask.shape(0) != expert_ids.shape(0) || output.shape(0) != expert_ids.shape(0) ||
-        static_cast<int64_t>(output.shape(1)) != D_) {
+    share.tokens = expert_ids.shape(0);
+    share.top_k = expert_ids.shape(1);
+    share.count = experts.size();
+    if (hidden.shape(0) != share.tokens || gates.shape(0) != share.tokens ||
+        gates.shape(1) != share.top_k || token_mask.size() != share.tokens) {
       throw std::invalid_argument("CPU experts (native): arrays of different numbers of tokens");
     }
-    share.hidden = bytes(hidden, share.tokens * row_bytes_);
-    share.experts = experts.data();
-    share.expert_ids = expert_ids.data();
-    share.gates = gates.data();
-    share.token_mask = token_mask.data();
-    share.output = output.data();
-    nb::gil_scoped_release released;  // dropping a former share waits for its chunks in progress
-    engine_.submit(share);
+    if (hidden.shape(1) != row_bytes_) {
+      throw std::invalid_argument("CPU experts (native): tokens of " +
+                                  std::to_string(hidden.shape(1)) + " bytes, not " +
+                                  std::to_string(row_bytes_));
+    }
+    share.hidden = reinterpret_cast<const std::byte*>(hidden.begin());
+    share.experts = experts.begin();
+    share.expert_ids = expert_ids.begin();
+    share.ids_step = expert_ids.row_step();
+    share.gates = gates.begin();
+    share.gates_step = gates.row_step();
+    share.token_mask = token_mask.begin();
+    std::unique_ptr<float[]> output(new float[share.tokens * D_]);
+    share.output = output.get();
+    {
+      nb::gil_scoped_release released;  // dropping a former share waits for its chunks in progress
+      engine_.submit(share);
+    }
+    outputs_[layer] = {std::move(output), static_cast<size_t>(share.tokens)};
   }
 
-  std::tuple<int64_t, int64_t, double, double, double> collect(int64_t layer) {
-    const ShareOutcome outcome = engine_.collect(layer);
-    return {outcome.not_finite, outcome.pages, outcome.busy_us, outcome.span_us, outcome.wait_us};
+  nb::tuple collect(int64_t layer) {
+    auto output = outputs_.extract(layer);
+    ShareOutcome outcome;
+    {
+      nb::gil_scoped_release released;
+      outcome = engine_.collect(layer);
+    }
+    auto& [sums, tokens] = output.mapped();
+    nb::capsule owner(sums.get(), [](void* memory) noexcept { delete[] static_cast<float*>(memory); });
+    nb::ndarray<nb::numpy, float> array(sums.release(), {tokens, static_cast<size_t>(D_)}, owner);
+    return nb::make_tuple(array, outcome.not_finite, outcome.pages, outcome.busy_us,
+                          outcome.span_us, outcome.wait_us);
   }
 
-  void reset() { engine_.reset(); }
-  void close() { engine_.close(); }
+  void reset() {
+    {
+      nb::gil_scoped_release released;
+      engine_.reset();
+    }
+    outputs_.clear();
+  }
+
+  void close() {
+    {
+      nb::gil_scoped_release released;
+      engine_.close();
+    }
+    outputs_.clear();
+  }
 
  private:
   static ExpertPages expert_pages(const std::vector<std::tuple<Bytes, Bytes>>& layers,
@@ -90,8 +126,14 @@ class PyCpuExperts {
     return pages;
   }
 
+  struct Output {
+    std::unique_ptr<float[]> sums;  // [tokens, D]
+    size_t tokens;
+  };
+
   const int64_t row_bytes_, D_;
-  CpuExperts engine_;
+  std::unordered_map<int64_t, Output> outputs_;  // by layer, of what was not collected; holds the GIL
+  CpuExperts engine_;                            // ends before the memory that its threads write to
 };
 
 }  // namespace
@@ -103,14 +145,14 @@ void bind_cpu_experts(nb::module_& module) {
                     int64_t, int64_t, int, const std::string&, const std::vector<int>&>(),
            nb::kw_only(), "layers"_a, "dtype"_a, "experts"_a, "D"_a, "F"_a, "threads"_a, "isa"_a,
            "cpus"_a)
-      .def("submit", &PyCpuExperts::submit, "layer"_a, "hidden"_a.noconvert(),
-           "experts"_a.noconvert(), "expert_ids"_a.noconvert(), "gates"_a.noconvert(),
-           "token_mask"_a.noconvert(), "output"_a.noconvert())
-      .def("collect", &PyCpuExperts::collect, "layer"_a, Released(),
-           "(position of the first expert whose result is not finite or -1, pages, busy_us, "
+      .def("submit", &PyCpuExperts::submit, "layer"_a, "hidden"_a.noconvert(), "experts"_a,
+           "expert_ids"_a, "gates"_a, "token_mask"_a,
+           "hidden: [N, bytes of a token], unchanged until the share is collected or dropped.")
+      .def("collect", &PyCpuExperts::collect, "layer"_a,
+           "(output, position of the first expert whose result is not finite or -1, pages, busy_us, "
            "span_us, wait_us)")
-      .def("reset", &PyCpuExperts::reset, Released())
-      .def("close", &PyCpuExperts::close, Released());
+      .def("reset", &PyCpuExperts::reset)
+      .def("close", &PyCpuExperts::close);
   module.def("cpu_isa_levels", &isa_levels,
              "Instruction set levels of this machine, fastest last.");
   module.def(

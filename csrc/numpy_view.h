@@ -21,6 +21,11 @@ struct NumpyType<bool> {
   static constexpr const char* formats = "?";
 };
 template <>
+struct NumpyType<uint8_t> {
+  static constexpr const char* name = "uint8";
+  static constexpr const char* formats = "B";
+};
+template <>
 struct NumpyType<int32_t> {
   static constexpr const char* name = "int32";
   static constexpr const char* formats = "il";  // l is of 4 or 8 bytes: the item size decides
@@ -72,6 +77,8 @@ class NumpyView {
   T* row(int64_t index) const {
     return reinterpret_cast<T*>(static_cast<char*>(buffer_.buf) + index * buffer_.strides[0]);
   }
+  // Elements from one row to the next.
+  int64_t row_step() const { return buffer_.strides[0] / static_cast<int64_t>(sizeof(T)); }
   T* begin() const { return static_cast<T*>(buffer_.buf); }
   T* end() const {
     static_assert(Rank == 1);

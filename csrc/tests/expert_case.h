@@ -47,7 +47,8 @@ struct ExpertCase {
   WeightFormat format;
   int64_t experts, D, F, tokens;
   Values gate_up, down, hidden;
-  std::vector<int32_t> chosen, expert_ids;  // all but expert 0; two a token
+  std::vector<int64_t> chosen;      // all but expert 0
+  std::vector<int32_t> expert_ids;  // two a token
   std::vector<float> gates;
   std::vector<char> mask;
 
@@ -61,7 +62,7 @@ struct ExpertCase {
         gate_up(format, experts * 2 * F * D, random),
         down(format, experts * D * F, random),
         hidden(format, tokens * D, random) {
-    for (int64_t e = experts - 1; e > 0; --e) chosen.push_back(static_cast<int32_t>(e));
+    for (int64_t e = experts - 1; e > 0; --e) chosen.push_back(e);
     for (int64_t t = 0; t < tokens; ++t) {
       const auto first = static_cast<int32_t>(random() % experts);
       expert_ids.push_back(first);
@@ -84,7 +85,9 @@ struct ExpertCase {
             hidden_at,
             chosen.data(),
             expert_ids.data(),
+            2,
             gates.data(),
+            2,
             reinterpret_cast<const bool*>(mask.data()),
             output};
   }
