@@ -32,6 +32,14 @@ bool greater(double a, double b) { return a > b || (std::isnan(b) && !std::isnan
 // Least first, NaN last, as NumPy sorts.
 bool less(double a, double b) { return a < b || (std::isnan(b) && !std::isnan(a)); }
 
+// Adds a token's experts to the tokens per expert.
+void count_token(const int32_t* ids, int64_t K, int64_t* loads, int64_t E) {
+  for (int64_t k = 0; k < K; ++k) {
+    require(0 <= ids[k] && ids[k] < E, "there is no such expert");
+    ++loads[ids[k]];
+  }
+}
+
 void unpack(const NumpyView<const int32_t, 2>& packed, const Flags& token_mask,
             const NumpyView<int32_t, 2>& expert_ids, const NumpyView<float, 2>& gates,
             const NumpyView<int64_t>& loads) {
@@ -45,10 +53,20 @@ void unpack(const NumpyView<const int32_t, 2>& packed, const Flags& token_mask,
     const int32_t* ids = packed.row(n);
     std::memcpy(expert_ids.row(n), ids, K * sizeof(int32_t));
     std::memcpy(gates.row(n), ids + K, K * sizeof(float));
-    if (!token_mask[n]) continue;
-    for (int64_t k = 0; k < K; ++k) {
-      require(0 <= ids[k] && ids[k] < E, "there is no such expert");
-      ++loads[ids[k]];
+    if (token_mask[n]) count_token(ids, K, loads.begin(), E);
+  }
+}
+
+void count_loads(const NumpyView<const int32_t, 3>& expert_ids, const Flags& token_mask,
+                 const NumpyView<int64_t, 2>& loads) {
+  const int64_t L = expert_ids.shape(0), N = expert_ids.shape(1), K = expert_ids.shape(2);
+  require(token_mask.size() == N, "arrays of different numbers of tokens");
+  require(loads.shape(0) == L, "one row of loads per layer");
+  for (int64_t layer = 0; layer < L; ++layer) {
+    int64_t* row = loads.row(layer);
+    std::fill(row, row + loads.shape(1), 0);
+    for (int64_t n = 0; n < N; ++n) {
+      if (token_mask[n]) count_token(expert_ids.row(layer) + n * K, K, row, loads.shape(1));
     }
   }
 }
@@ -459,6 +477,7 @@ void write_layer(const NumpyView<const int32_t, 2>& expert_ids, const Flags& tok
 void bind_planning(nb::module_& module) {
   nb::module_ planning = module.def_submodule("planning", "NumPy functions of oled_jax, compiled.");
   planning.def("unpack", &unpack);
+  planning.def("count_loads", &count_loads);
   planning.def("split_activated", &split_activated);
   planning.def("score_layer", &score_layer);
   planning.def("score_layers", &score_layers);

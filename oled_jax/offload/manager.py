@@ -78,7 +78,7 @@ class CacheManager:
         self._pass_number = 0
         self._planning_us = 0.0
         self._wanted: dict[int, list[PageRequest]] = {}
-        self._divided = np.zeros(0, np.int64)  # capacities that every layer is known to keep to
+        self._divided = np.full(context.num_layers, -1)  # capacities that every layer is known to keep to
 
     def layout(self, num_tokens: int) -> PlanLayout:
         """The plan layout of a pass over this many tokens (batch rows x positions)."""
@@ -366,14 +366,13 @@ class CacheManager:
     def _shrink(self) -> None:
         """Evicts the lowest-ranked residents of layers that own fewer slots than before."""
         capacities, total = self.policy.capacities(), self.policy.context.total_slots
-        if np.array_equal(capacities, self._divided):
+        if not np.count_nonzero(capacities != self._divided):
             return
         if capacities.sum() > total:
             self._refuse(None, f"its capacities add up to {capacities.sum()}, but {total} slots exist")
         counts = self.residency.counts()
-        for layer in np.flatnonzero(counts > capacities):
-            excess = int(counts[layer] - capacities[layer])
-            self._evict_lowest(int(layer), self.residency.resident(int(layer)), excess)
+        for layer in (counts > capacities).nonzero()[0].tolist():
+            self._evict_lowest(layer, self.residency.resident(layer), int(counts[layer] - capacities[layer]))
         self._divided = capacities.copy()
 
     def _evict_lowest(self, layer: int, candidates: Bool[np.ndarray, " E"], count: int) -> None:

@@ -26,11 +26,11 @@ def apportion(
     by largest remainder, the lower layer first among equals. The sum is `total`, or the nearest the bounds
     allow.
     """
-    total = int(np.clip(total, floor.sum(), ceiling.sum()))
+    total = min(max(total, int(floor.sum())), int(ceiling.sum()))
     shares = _bounded_shares(weights, total, floor, ceiling)
     whole = np.floor(shares + 1e-9).astype(np.int64)
     remainders = np.where(whole < ceiling, shares - whole, -1.0)
-    order = np.argsort(-remainders, kind="stable")
+    order = (-remainders).argsort(kind="stable")
     whole[order[: total - int(whole.sum())]] += 1
     return whole
 
@@ -47,20 +47,17 @@ def _bounded_shares(
     weights = np.maximum(weights, 1e-9 * max(float(weights.max()), 1e-9)).astype(np.float64)
     shares = np.zeros(weights.size)
     free = np.ones(weights.size, bool)
-    while free.any():
+    while True:
         rest = total - shares[~free].sum()
-        shares[free] = rest * weights[free] / weights[free].sum()
-        clipped = np.clip(shares, floor, ceiling)
+        unbounded = weights[free]
+        shares[free] = rest * unbounded / unbounded.sum()
+        clipped = np.minimum(np.maximum(shares, floor), ceiling)  # quicker than np.clip
         excess = float((clipped - shares)[free].sum())
-        if excess > 0:
-            fixed = free & (shares < floor)
-        elif excess < 0:
-            fixed = free & (shares > ceiling)
-        else:
-            fixed = free
+        if excess == 0:
+            return clipped
+        fixed = free & (shares < floor if excess > 0 else shares > ceiling)
         shares[fixed] = clipped[fixed]
         free &= ~fixed
-    return shares
 
 
 class UniformAllocation(Allocation):

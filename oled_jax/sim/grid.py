@@ -107,7 +107,7 @@ def simulate(
     """
     started = time.perf_counter()
     replay, notes = _replay_of(trace, cell, machine, watch)
-    first = first_pass(trace, warm_up)
+    first = first_pass(trace, warm_up) if warm_up else 0  # to look for it is to read a chunk
     model = TimeModel(machine.hardware, machine.options)
     times = dict.fromkeys(PassKind, PassTime())
     passes = dict.fromkeys(PassKind, 0)

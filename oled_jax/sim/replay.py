@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
+from oled_jax import native
 from oled_jax.offload.manager import CacheManager
 from oled_jax.offload.residency import DEFAULT_SPARE
 from oled_jax.offload.schedule import Move, PlacedLayer
@@ -145,14 +146,15 @@ class _Work:
     def __init__(self, step: TracePass, num_experts: int, ahead: list[tuple[int, int]]) -> None:
         self._kind = step.info.kind
         self._items = _items(step, num_experts)
+        self._direct = self._items.direct
         self._layers: list[LayerWork] = []
         self._ahead = ahead
         self._asked: dict[tuple[int, int], int] = {}
 
     def add(self, placed: PlacedLayer) -> None:
-        routing, decision, hits, *_ = placed
+        routing, decision, hits = placed[:3]
         moved, to_cpu = decision.to_gpu, decision.to_cpu
-        if self._items.direct:
+        if self._direct:
             resident_items, moved_items = hits.size, moved.size
         else:
             resident_items = _item_count(routing.loads[hits], self._items)
@@ -180,11 +182,19 @@ def _item_count(loads: Int[np.ndarray, " M"], items: ItemShape) -> int:
 
 def pass_loads(step: TracePass, num_experts: int) -> Int[np.ndarray, "L E"]:
     """Tokens per layer and expert; padding counts nothing."""
-    L, E = step.expert_ids.shape[0], num_experts
-    real = step.info.token_mask
-    ids = step.expert_ids if real.all() else step.expert_ids[:, real]
-    cells = ids + (np.arange(L) * E)[:, None, None]
-    return np.bincount(cells.ravel(), minlength=L * E).reshape(L, E)
+    loads = np.empty((step.expert_ids.shape[0], num_experts), np.int64)
+    count_loads(step.expert_ids, step.info.token_mask, loads)
+    return loads
+
+
+@native.compiled
+def count_loads(
+    expert_ids: Int[np.ndarray, "L N K"], token_mask: Bool[np.ndarray, " N"], loads: Int[np.ndarray, "L E"]
+) -> None:
+    """Writes what `pass_loads` returns."""
+    L, E = loads.shape
+    cells = expert_ids[:, token_mask] + np.arange(0, L * E, E)[:, None, None]
+    loads[:] = np.bincount(cells.ravel(), minlength=L * E).reshape(L, E)
 
 
 def future_of(trace: Trace) -> FutureRouting:

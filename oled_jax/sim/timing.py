@@ -15,6 +15,7 @@ nothing else to do, from the moment when they were asked for: that is the overla
 import bisect
 import dataclasses
 import enum
+import operator
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ class PassTime(NamedTuple):
 
     def plus(self, other: "PassTime") -> "PassTime":
         """The sum, part by part."""
-        return PassTime(*(mine + more for mine, more in zip(self, other, strict=True)))
+        return PassTime(*map(operator.add, self, other))
 
 
 class TimeModel:
@@ -100,9 +101,10 @@ class TimeModel:
         return costs.h2d_us * layer.moved, cpu_us
 
     def _ffn_us(self, items: int, rows: int) -> float:
-        if (items, rows) not in self._ffn:
-            self._ffn[items, rows] = ffn_us(self.hardware.ffn, items, rows)
-        return self._ffn[items, rows]
+        us = self._ffn.get((items, rows))
+        if us is None:
+            us = self._ffn[items, rows] = ffn_us(self.hardware.ffn, items, rows)
+        return us
 
 
 def ffn_us(times: Sequence[FfnTime], items: int, rows: int) -> float:

@@ -21,12 +21,12 @@ class OutputTokens:
     def add(self, step: TracePass) -> None:
         """The next pass."""
         self._prompt_lengths += [len(prompt) for prompt in step.prompts]
-        tokens = step.outcome.token_ids
-        width = tokens.size // step.request_ids.size
-        for index in step.outcome.written.nonzero()[0].tolist():
-            row, offset = divmod(index, width)
+        places = step.outcome.written.nonzero()[0]
+        width = step.outcome.token_ids.size // step.request_ids.size
+        for place, token in zip(places.tolist(), step.outcome.token_ids[places].tolist(), strict=True):
+            row, offset = divmod(place, width)
             position = int(step.block_starts[row]) + offset
-            self._written[int(step.request_ids[row])][position] = int(tokens[index])
+            self._written[int(step.request_ids[row])][position] = token
 
     def count(self, first_request: int = 0) -> int:
         """So far, over all requests from this one on."""

@@ -4,6 +4,7 @@ Passes differ in rows, tokens and requests. So what belongs to those lies end to
 share begins.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -72,11 +73,8 @@ def decode(columns: Columns, header: TraceHeader, kinds: Sequence[str]) -> Itera
     _check_columns(columns, header)
     columns = columns | {EXPERT_IDS: columns[EXPERT_IDS].astype(np.int32)}
     prompts = np.split(columns["prompt_ids"], columns["prompt_offsets"][1:-1]) if columns["request_offsets"][-1] else []
-    for number, kind in enumerate(columns["kind"]):
-        rows, tokens, requests = (
-            slice(*columns[name][number : number + 2].tolist())
-            for name in ("row_offsets", "token_offsets", "request_offsets")
-        )
+    shares = zip(*(_slices(columns[name]) for name in ("row_offsets", "token_offsets", "request_offsets")), strict=True)
+    for number, (kind, (rows, tokens, requests)) in enumerate(zip(columns["kind"].tolist(), shares, strict=True)):
         named = PassKind(kinds[kind])
         yield TracePass(
             prompts=tuple(prompts[requests]),
@@ -119,6 +117,11 @@ def _values(each: TracePass) -> Columns:
         "masked_before": outcome.masked,
         "confidence_after": outcome.confidence,
     }
+
+
+def _slices(offsets: np.ndarray) -> list[slice]:
+    """The share of each pass."""
+    return [slice(begin, end) for begin, end in itertools.pairwise(offsets.tolist())]
 
 
 def _offsets(sizes: Iterable[int]) -> np.ndarray:

@@ -34,7 +34,7 @@ from oled_jax.traces.trace import FORMAT, TraceHeader, TracePass
 
 NAME = "oled_jax routing trace"
 HEADER, END = "header.json", "end.json"
-CHUNK_PASSES, CHUNK_BYTES = 64, 4_000_000  # a chunk is written when it has as many passes, or bytes of routes
+CHUNK_PASSES, CHUNK_BYTES = 256, 4_000_000  # a chunk is written when it has as many passes, or bytes of routes
 INCOMPRESSIBLE = ("gates",)  # deflate takes an eighth off them, in twice the time of all other columns together
 
 

@@ -29,6 +29,7 @@ MODULES = [
         "policies.base",
         "policies.retention",
         "policies.dispatch",
+        "sim.replay",
     )
 ]
 needs_extension = pytest.mark.skipif(native.extension is None, reason=f"no extension: {native.UNAVAILABLE}")
@@ -147,6 +148,20 @@ def test_both_choose_the_same_residents_for_any_count(num_experts):
 
 
 @needs_extension
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_both_count_the_same_loads_of_a_share_of_a_chunk(shape):
+    N, K, E, _ = shape
+    rng = np.random.default_rng(E)
+    chunk = rng.integers(0, E, (LAYERS, 3 * N, K)).astype(np.int32)
+    for real in (np.ones(N, bool), rng.random(N) < 0.5):
+        mine, other = np.full((LAYERS, E), -1), np.full((LAYERS, E), -1)
+        native.NUMPY["count_loads"](chunk[:, N : 2 * N], real, mine)
+        compiled()["count_loads"](chunk[:, N : 2 * N], real, other)
+        np.testing.assert_array_equal(mine, other)
+        assert mine.sum() == LAYERS * K * real.sum()
+
+
+@needs_extension
 @pytest.mark.parametrize("seed", range(20))
 def test_both_scan_to_the_same_split(seed):
     rng = np.random.default_rng(seed)
@@ -202,6 +217,8 @@ class TestRefusals:
         route = np.array([[0, 0], [expert, 0]], np.int32)
         with pytest.raises(ValueError, match=r"no such expert|negative"):
             (functions or compiled())["unpack"](route, np.ones(2, bool), ids, gates, loads)
+        with pytest.raises(ValueError, match=r"no such expert|negative|reshape"):
+            (functions or compiled())["count_loads"](route[None, :, :1], np.ones(2, bool), loads[None])
 
     def test_no_free_slot(self, functions):
         table, free = np.full((1, 4), -1, np.int32), np.zeros(0, np.int32)

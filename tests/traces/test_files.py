@@ -30,6 +30,12 @@ HEADER = TraceHeader(
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    """Several chunks without making thousands of passes."""
+    monkeypatch.setattr(files, "CHUNK_PASSES", 64)
+
+
 def make_pass(number: int, *, cosine: bool = False, tokens: int | None = None) -> TracePass:
     """Passes differ in rows, positions, kind and requests; everything follows from the number."""
     rng = np.random.default_rng(number)
