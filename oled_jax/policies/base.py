@@ -36,7 +36,6 @@ class PolicyContext:
     total_slots: sum of C_l over the layers, the spare slots not counted.
     cpu_available: the engine has a CPU expert backend; without one every miss must be transferred.
     future: the recorded routing that is going to be replayed, if any; None while text is being generated.
-    embedding: a host view of the token embeddings; None where the engine has no such view.
     model: tells the weights from other weights, in one line; None where nobody knows.
     """
 
@@ -47,7 +46,6 @@ class PolicyContext:
     costs: CostProfile
     cpu_available: bool = False
     future: FutureRouting | None = dataclasses.field(default=None, repr=False, compare=False)
-    embedding: Float[np.ndarray, "V D"] | None = dataclasses.field(default=None, repr=False, compare=False)
     model: str | None = None
 
 

@@ -51,46 +51,34 @@ class MapStore:
 
 
 class TokenMeaning:
-    """The mean embedding of the unmasked tokens of every stored pass.
+    """The written tokens of every stored pass: the mean of their one-hot ids, folded to `HASHED_IDS` entries.
 
-    Without embeddings the mean of one-hot token ids, folded to `HASHED_IDS` entries, takes its place: its
-    cosine counts shared tokens. Ids say little across requests, so the search then stays within the current
-    one.
+    Its cosine counts shared tokens. It stands for the mean of their embeddings: a replay has no weights, and ids say
+    nearly as much (docs/policies/finemoe.md).
     """
 
-    def __init__(self, context: PolicyContext, size: int) -> None:
-        self._embedding = context.embedding
-        width = HASHED_IDS if self._embedding is None else self._embedding.shape[1]
-        self._stored = np.zeros((size, width), np.float32)
-        self._request_of = np.full(size, -1)
-        self._request = 0
-        self._current = np.zeros(width, np.float32)
-
-    def begin_request(self) -> None:
-        self._request += 1
+    def __init__(self, size: int) -> None:
+        self._stored = np.zeros((size, HASHED_IDS), np.float32)
+        self._current = np.zeros(HASHED_IDS, np.float32)
 
     def nearest(
         self, token_ids: Int[np.ndarray, " N"], known: Bool[np.ndarray, " N"], count: int
     ) -> tuple[int, float] | None:
         """The place among the first `count` of greatest cosine with these tokens, and that cosine."""
-        self._current = self._mean(token_ids[known])
-        if count == 0 or not self._current.any():
+        self._current = _mean(token_ids[known])
+        occurring = self._current.nonzero()[0]  # a few of the entries
+        if count == 0 or occurring.size == 0:
             return None
-        cosine = self._stored[:count] @ self._current
-        if self._embedding is None:
-            cosine[self._request_of[:count] != self._request] = -1.0
+        cosine = self._stored[:count, occurring] @ self._current[occurring]
         place = int(cosine.argmax())
-        return (place, float(cosine[place])) if cosine[place] > -1.0 else None
-
-    def _mean(self, token_ids: Int[np.ndarray, " N"]) -> Float[np.ndarray, " W"]:
-        """Scaled to length 1; 0 for no tokens."""
-        if self._embedding is None:
-            mean = np.bincount(token_ids % HASHED_IDS, minlength=HASHED_IDS).astype(np.float32)
-        else:
-            mean = self._embedding[token_ids].astype(np.float32).sum(axis=0)
-        return mean / max(float(np.sqrt(mean @ mean)), 1e-12)
+        return place, float(cosine[place])
 
     def record(self, place: int) -> None:
         """Remembers the tokens of the last search as those of the stored pass `place`."""
         self._stored[place] = self._current
-        self._request_of[place] = self._request
+
+
+def _mean(token_ids: Int[np.ndarray, " N"]) -> Float[np.ndarray, " W"]:
+    """Scaled to length 1; 0 for no tokens."""
+    mean = np.bincount(token_ids % HASHED_IDS, minlength=HASHED_IDS).astype(np.float32)
+    return mean / max(float(np.sqrt(mean @ mean)), 1e-12)

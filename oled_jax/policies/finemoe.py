@@ -52,16 +52,13 @@ class MapRetention(Retention):
         L, E = context.num_layers, context.num_experts
         self.distance = min(options.distance, L)
         self.store = MapStore(context, options.store_size)
-        self.meaning = TokenMeaning(context, options.store_size)
+        self.meaning = TokenMeaning(options.store_size)
         self.predicted = np.ones((L, E))
         self.similarity = np.zeros(L)
         self._visits = np.zeros((L, E))
         self._map = np.zeros((L, E), np.float32)
         self._share = np.zeros(0)
         self._recording = False
-
-    def begin_request(self) -> None:
-        self.meaning.begin_request()
 
     def begin_iteration(self, info: PassInfo) -> None:
         self._recording = info.kind is not PassKind.PREFILL
@@ -119,8 +116,8 @@ class FineMoePolicy(ComposedPolicy):
     Source: FineMoE. Differences: a map holds the gates of the top K experts only, which is all that is known
     here, each token's scaled to sum to 1 (sigmoid gates do not); the tokens' maps are united by their mean,
     one map per pass, where the original searches per token; a full store gives up the map most similar to
-    the new one by trajectory alone; a layer is sent at most `max_prefetch` pages ahead. Without token
-    embeddings the meaning of the tokens is which token ids there are, within the same request.
+    the new one by trajectory alone; a layer is sent at most `max_prefetch` pages ahead; tokens are compared
+    by their ids, not by their embeddings, which a replay does not have.
     """
 
     def __init__(self, options: FineMoeOptions, context: PolicyContext) -> None:

@@ -66,17 +66,17 @@ def test_moe_infinity_fetches_later_layers_by_share_and_distance():
 
 
 class SlowFineMoe:
-    """Maps and embeddings as plain lists."""
+    """Maps and tokens as plain lists."""
 
-    def __init__(self, embedding, distance):
-        self.embedding, self.distance = embedding, distance
+    def __init__(self, distance):
+        self.distance = distance
         self.maps, self.meanings = [], []
         self.visits = np.zeros((3, 16))
         self.predicted = np.ones((3, 16))
         self.similarity = np.zeros(3)
 
     def search_tokens(self, token_ids, known):
-        self.meaning = self.embedding[token_ids[known]].sum(axis=0)
+        self.meaning = np.eye(50)[token_ids[known]].sum(axis=0)
         if self.maps and self.meaning.any():
             found = [cosine(self.meaning, old) for old in self.meanings]
             best = int(np.argmax(found))
@@ -113,9 +113,8 @@ class SlowFineMoe:
 
 @pytest.mark.parametrize("distance", [1, 2, 3])
 def test_finemoe_follows_its_definition(distance):
-    embedding = np.random.default_rng(0).normal(size=(50, 12)).astype(np.float32)
-    policy = make_policy(f"finemoe:distance={distance}", context(embedding=embedding))
-    driver, slow = Driver(policy), SlowFineMoe(embedding, distance)
+    policy = make_policy(f"finemoe:distance={distance}", context())
+    driver, slow = Driver(policy), SlowFineMoe(distance)
     fetched = []
     on_route = policy.on_route
 
@@ -146,23 +145,21 @@ def test_finemoe_follows_its_definition(distance):
     assert len(driver.staged) > 0
 
 
-def test_finemoe_without_embeddings_matches_token_ids_within_the_request():
+def test_finemoe_finds_the_pass_that_shares_most_tokens_in_any_request():
     policy = make_policy("finemoe:distance=1", context(num_layers=2, total_slots=8))
-    mask = np.array([False, False])
 
     def step(expert, ids, **marks):
         both = np.full((2, 2, 2), expert)
         both[:, :, 1] += 1
-        return make_pass(both, token_ids=np.int32(ids), masked=mask, **marks)
+        return make_pass(both, token_ids=np.int32(ids), masked=np.array([False, False]), **marks)
 
     driver = Driver(policy).run([step(0, [7, 8], begins_request=True), step(4, [20, 21])])
     driver.run([step(8, [7, 21])])
     # After that pass the same two tokens are nearest to its own map, not to those of {7, 8} or {20, 21}.
     assert np.flatnonzero(policy._maps.predicted[0]).tolist() == [8, 9]
-    # Another request with the first one's tokens finds nothing of its own yet.
     policy.begin_request(np.int32([7, 8]))
-    policy.begin_iteration(step(0, [7, 8]).info)
-    assert np.flatnonzero(policy._maps.predicted[0]).tolist() == [8, 9]
+    policy.begin_iteration(step(0, [8, 7]).info)
+    assert np.flatnonzero(policy._maps.predicted[0]).tolist() == [0, 1]
 
 
 # SiDA and SwapMoE
