@@ -252,6 +252,11 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
         help="stop inside a block once eos is final",
     )
     add(
+        "--fold-commits",
+        action=argparse.BooleanOptionalAction,
+        help="store a finished block's keys and values in the next block's first pass; not RND1",
+    )
+    add(
         "--pad-id", type=whole_number(0), metavar="ID", help="token behind the answer (RND1; default: the checkpoint's)"
     )
     group.add_argument("--mask-id", type=whole_number(0), metavar="ID", help="mask token (default: the checkpoint's)")

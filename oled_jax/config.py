@@ -191,7 +191,9 @@ class DecodingConfig:
     `editing` chooses the 2.1 rule: then `editing_threshold` (None: nothing is edited), `max_post_steps` and
     `num_to_transfer` apply, `steps` and `minimal_topk` do not. `rule` names another one (`decode/registry.py`).
     `whole_text`: the text is denoised as one, without `block_length`, and `pad_id` stands behind the answer (None:
-    eos). An `eos_id` of -1: nothing ends the text. Temperature 0 is greedy. `top_k` 0 and `top_p` 1 are off, like None.
+    eos). `fold_commits`: no pass of its own stores a finished block's keys and values, the next block's first pass does
+    (`folding.py`). An `eos_id` of -1: nothing ends the text. Temperature 0 is greedy. `top_k` 0 and `top_p` 1 are off,
+    like None.
     """
 
     mask_id: int
@@ -214,6 +216,7 @@ class DecodingConfig:
     whole_text: bool = False
     entropy_bound: float = 1.0
     pad_id: int | None = None
+    fold_commits: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -21,7 +21,7 @@ FIELDS = tuple(
 EDITING_ONLY = ("editing_threshold", "max_post_steps", "num_to_transfer")
 SCHEDULE_ONLY = ("steps", "minimal_topk")
 SAMPLING_ONLY = ("top_k", "top_p", "seed")
-FLAG_ONLY = ("rule", "entropy_bound", "pad_id")  # names that a generation_config.json does not use for these
+FLAG_ONLY = ("rule", "entropy_bound", "pad_id", "fold_commits")  # names that a generation_config.json does not use for these
 OPTIONAL = ("editing_threshold", "top_k", "top_p")
 WHOLE = (
     "gen_length",
@@ -112,7 +112,7 @@ def idle_fields(decoding: DecodingConfig) -> tuple[str, ...]:
     idle = tuple(name for name in RULE_SETTINGS if name not in used)
     if decoding.editing and decoding.editing_threshold is None:
         idle += ("max_post_steps",)
-    idle += ("block_length",) if decoding.whole_text else ("pad_id",)
+    idle += ("block_length", "fold_commits") if decoding.whole_text else ("pad_id",)
     return idle + (SAMPLING_ONLY if decoding.temperature == 0 else ())
 
 
@@ -141,7 +141,7 @@ def _why_idle(name: str, decoding: DecodingConfig, family: Family) -> str:
     models = f"models of family {family.name}"
     if name in SAMPLING_ONLY:
         return "at temperature 0 nothing is drawn: give --temperature above 0 too, or leave it out"
-    if name == "block_length":
+    if name in ("block_length", "fold_commits"):
         return f"{models} denoise the whole text at once: leave it out"
     if name == "pad_id":
         return f"{models} put nothing behind the answer: leave it out"

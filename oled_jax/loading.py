@@ -225,6 +225,7 @@ class RunShape:
     kv_positions: int
     chunk: int
     block_length: int
+    fold_commits: bool = False
 
     @classmethod
     def of(cls, prompt_lengths: Sequence[int], decoding: DecodingConfig, batch: int | None = None) -> "RunShape":
@@ -238,6 +239,7 @@ class RunShape:
             kv_positions=kv_capacity(prompt_lengths, decoding, batch),
             chunk=prefill_chunk(max(prompt_lengths, default=0), decoding.block_length, batch),
             block_length=decoding.block_length,
+            fold_commits=decoding.fold_commits,
         )
 
     @classmethod
@@ -246,16 +248,17 @@ class RunShape:
     ) -> "RunShape":
         """For runs yet unknown, of at most so many tokens of prompt and answer together.
 
-        Room is kept for a chunk of a prompt beyond them, see `session.kv_capacity`.
+        Room is kept for a pass beyond them, of a chunk of a prompt or of blocks: see `session.kv_capacity`.
 
         Args:
           longest_chunk: positions of a prompt pass at most; None: as for any run.
         """
         if decoding.whole_text:
             return cls(batch=batch, kv_positions=0, chunk=rounded_up(positions + 1), block_length=HEAD_POSITIONS)
-        L = decoding.block_length
+        L, folds = decoding.block_length, decoding.fold_commits
         chunk = prefill_chunk(min(positions, longest_chunk or positions), L, batch)
-        return cls(batch=batch, kv_positions=rounded_up(positions + L + chunk), chunk=chunk, block_length=L)
+        kv_positions = rounded_up(positions + L + max(chunk, (1 + folds) * L))
+        return cls(batch=batch, kv_positions=kv_positions, chunk=chunk, block_length=L, fold_commits=folds)
 
 
 def plan_run(model: OpenedModel, cache: CacheOptions, shape: RunShape, device: jax.Device) -> MemoryPlan:

@@ -143,6 +143,7 @@ def plan_memory(
     kv_positions: int,
     chunk: int,
     block_length: int,
+    fold_commits: bool = False,
     resident: bool = False,
     unified: bool = False,
     device_free: int | None = None,
@@ -157,8 +158,10 @@ def plan_memory(
       kv_positions: capacity of the KV cache, 0: there is none.
       chunk: positions of one prefill pass.
       block_length: positions of the other passes.
+      fold_commits: some of those go over two blocks.
       resident, unified, device_free, host_free: see `MemoryPlan`.
     """
+    widest = max(chunk, (1 + fold_commits) * block_length)
     return MemoryPlan(
         num_layers=config.num_moe_layers,
         num_experts=config.num_experts,
@@ -167,7 +170,7 @@ def plan_memory(
         page_bytes=page_bytes(config),
         trunk_bytes=trunk_bytes(config),
         kv_bytes=kv_bytes(config, batch, kv_positions),
-        activation_bytes=activation_bytes(config, batch, max(chunk, block_length), block_length, kv_positions),
+        activation_bytes=activation_bytes(config, batch, widest, block_length, kv_positions),
         resident=resident,
         unified=unified,
         device_free=device_free,

@@ -20,7 +20,7 @@ class KeptPrefix:
 
     Args:
       config: the model's.
-      positions: capacity of the cache, a chunk more than the longest text.
+      positions: capacity of the cache, a chunk more than the longest text, or two blocks where commits are folded.
       chunk: positions of a prefill pass, whole blocks.
       block_length: of every run.
 
@@ -64,7 +64,7 @@ class KeptPrefix:
         self._tokens = prompt.tolist()
 
     def saw(self, start: int, block: Int32[np.ndarray, " T"]) -> None:
-        """A pass over the block at `start`. If it is a new one, the pass before saw the old one's final tokens."""
+        """A pass over the block at `start` has run. If it is a new one, the pass before saw the old one's final tokens."""
         if start == len(self._tokens) + self.block_length:
             self._tokens += self._block
         self._block = block.tolist()

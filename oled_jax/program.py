@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from oled_jax.config import DecodingConfig, ModelConfig
 from oled_jax.decode.sampling import entropy, predict, row_keys
+from oled_jax.folding import own_blocks
 from oled_jax.models.kv_cache import KVCache
 from oled_jax.models.layers import head_logits
 from oled_jax.models.moe import Experts
@@ -84,7 +85,7 @@ class PassInputs(NamedTuple):
     """One chunk of T positions per row.
 
     token_mask: False for padding and finished rows, which never route. sequence_length: see `models/rope.py`, of each
-    row or of all. iterations: see `Comparison`; None if layer inputs are not compared. routes: experts that take the
+    row or of all. iterations, folds: see `Comparison`; None if layer inputs are not compared. routes: experts that take the
     place of the router's choice, for benches that replay a trace through a model of random weights; None: the router
     chooses.
     """
@@ -95,6 +96,7 @@ class PassInputs(NamedTuple):
     sequence_length: Int32[Array, "*B"]
     manager: Int32[Array, ""]
     iterations: Int32[Array, " B"] | None = None
+    folds: Bool[Array, " B"] | None = None
     routes: Int32[Array, "L N K"] | None = None
 
     @classmethod
@@ -157,7 +159,7 @@ def forward_pass(
         experts = ReplayedExperts(experts, inputs.routes)
     comparison = None
     if inputs.iterations is not None:
-        comparison = Comparison(history, inputs.iterations, inputs.token_mask)
+        comparison = Comparison(history, inputs.iterations, inputs.token_mask, inputs.folds)
     observed, carry = ObservedExperts(experts, comparison), ObservedCarry(ExpertCarry.start(pool, items))
     hidden, cache, carry = model(
         inputs.tokens, positions, mask, cache, inputs.starts, observed, carry, inputs.sequence_length
@@ -189,7 +191,8 @@ def sample(
     seed: Int32[Array, ""],
     requests: Int32[Array, " B"],
     pass_index: Int32[Array, "*B"],
-) -> Int32[Array, "R B T"]:
+    folds: Bool[Array, " B"] | None = None,
+) -> Int32[Array, "R B _"]:
     """The head, and one token with its confidence per position.
 
     A program of its own: prefill and commit passes go without, and `forward_pass` is not compiled for every sampling.
@@ -198,12 +201,14 @@ def sample(
       head: of `trunk_head`.
       hidden: what `forward_pass` returned.
       seed, requests, pass_index: of the random keys (`decode.sampling.row_keys`).
+      folds: of a pass over two blocks; see `folding.own_blocks`, whose tokens these are.
 
     Returns:
       tokens, the bits of their float32 confidence and, if asked for, those of the entropies: one array, since each one
       that is brought to the host takes a quarter of a millisecond.
     """
     keys = row_keys(seed, requests, pass_index) if sampling.temperature > 0 else None
+    hidden = own_blocks(folds, hidden)
     if sampling.shifted:
         # Position 0 has no position before it; its token is always given.
         hidden = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)

@@ -17,6 +17,7 @@ from oled_jax.decode.block_diffusion import Prediction
 from oled_jax.decode.events import FinishEvent
 from oled_jax.decode.sampling import request_numbers
 from oled_jax.decode.whole_text import rounded_up
+from oled_jax.folding import place_blocks
 from oled_jax.models.kv_cache import KVCache, init_kv_cache
 from oled_jax.offload.shares import CacheShares
 from oled_jax.passes import PassKind, PassOutcome
@@ -46,7 +47,8 @@ def kv_capacity(prompt_lengths: Sequence[int], decoding: DecodingConfig, batch: 
 
     Args:
       batch: rows. If there are more prompts, a chunk of a prompt will be written while other rows are in the middle
-        of their text; they write theirs, which holds nothing, behind their text.
+        of their text; they write theirs, which holds nothing, behind their text. So do rows that do not fold in a pass
+        in which others do (`folding.py`), be it in their last block.
     """
     L, requests = decoding.block_length, len(prompt_lengths)
     batch = min(batch or requests, requests)
@@ -56,6 +58,8 @@ def kv_capacity(prompt_lengths: Sequence[int], decoding: DecodingConfig, batch: 
     needed = max(canvas, math.ceil(longest // L * L / chunk) * chunk, L)
     if 1 < batch < requests:
         needed += chunk
+    elif batch > 1 and decoding.fold_commits:
+        needed += L
     return rounded_up(needed)
 
 
@@ -91,11 +95,13 @@ class Session:
         # Of the request in each place:
         self._request = np.full(places, -1, np.int32)
         self._sequence_length = np.full(places, decoding.gen_length, np.int32)
-        self._passes = np.zeros(places, np.int32)  # over its blocks so far
+        self._passes = np.zeros(places, np.int32)  # over its blocks so far, a commit that was folded counts as one
         self._starts = np.full(places, -1, np.int32)
+        self._tokens = np.zeros((places, decoding.block_length), np.int32)  # after the last pass
         self._confidence = np.ones((places, decoding.block_length), np.float32)
+        self._folds = np.zeros(places, bool)  # in the pass that runs
         self._iterations = np.zeros(places, np.int32)  # denoise and edit passes so far over its block
-        self._warm_up(prefills=max(lengths, default=0) >= decoding.block_length)
+        self._warm_up(lengths)
 
     def _memory(self, lengths: Sequence[int], places: int) -> tuple[KVCache | None, int]:
         """The KV cache, and the positions of a prompt pass."""
@@ -116,11 +122,15 @@ class Session:
         """Positions of the KV cache, 0 without one."""
         return 0 if self._cache is None else self._cache.capacity
 
-    def _warm_up(self, *, prefills: bool) -> None:
+    def _warm_up(self, lengths: Sequence[int]) -> None:
         """Compiles the run's programs by passes in which no token routes, so that no compilation is timed."""
         B, L = self._confidence.shape
-        chunk = (self._chunk,) if prefills else ()
-        for kind, width in zip((PassKind.DENOISE, PassKind.PREFILL), (L, *chunk), strict=False):
+        widths = [(PassKind.DENOISE, L)]
+        if self._decoding.fold_commits and any(self._num_blocks(length) > 1 for length in lengths):
+            widths.append((PassKind.DENOISE, 2 * L))
+        if max(lengths, default=0) >= L:
+            widths.append((PassKind.PREFILL, self._chunk))
+        for kind, width in widths:
             # Written where no text stands: the cache may hold that of an earlier run.
             tokens, starts = np.zeros((B, width), np.int32), np.full(B, max(0, self._capacity - width), np.int32)
             nothing = np.zeros((B, width), bool)
@@ -128,9 +138,16 @@ class Session:
             with self._engine.warm_up(kind, shape) as cold:
                 if cold:
                     iterations = np.full(B, -1, np.int32) if kind is PassKind.DENOISE else None
-                    hidden = self._run(kind, tokens, starts, nothing, np.ones((B, width), np.float32), iterations)
+                    folds = np.zeros(B, bool) if width == 2 * L and kind is PassKind.DENOISE else None
+                    ones = np.ones((B, width), np.float32)
+                    hidden = self._run(kind, tokens, starts, nothing, ones, iterations, folds)
                     if kind is PassKind.DENOISE:
-                        jax.block_until_ready(self._sample(hidden, self._passes))
+                        jax.block_until_ready(self._sample(hidden, self._passes, folds))
+
+    def _num_blocks(self, length: int) -> int:
+        """Blocks that are denoised after a prompt of so many tokens."""
+        L, end = self._decoding.block_length, length + self._decoding.gen_length
+        return math.ceil(end / L) - length // L
 
     def enter(self, place: int, request: int) -> None:
         """A request takes a place. See `Denoiser`."""
@@ -183,27 +200,42 @@ class Session:
         starts: Int32[np.ndarray, " B"],
         active: Bool[np.ndarray, " B"],
         commit: Bool[np.ndarray, " B"],
+        folds: Bool[np.ndarray, " B"],
         is_prompt: Bool[np.ndarray, "B T"],
     ) -> Prediction | None:
-        """One pass over one block per row. See `Denoiser`."""
+        """One pass over one block per row, or two where it folds. See `Denoiser`.
+
+        The random keys of a run that folds are those of one that does not.
+        """
+        L, wide = tokens.shape[1], folds if folds.any() else None
         entered = active & (starts != self._starts)
         if entered.any():
-            self._confidence[entered] = 1.0
             self._iterations[entered] = 0
             self._starts[active] = starts[active]
             self._engine.begin_block()
-        if self._kept is not None:
-            self._kept.saw(int(starts[0]), tokens[0])
-        mask = self._real(active, tokens.shape[1])
         compared = active & ~commit
         self.shares.begin_pass(compared)
-        hidden = self._run(kind, tokens, starts, mask, self._confidence, np.where(compared, self._iterations, -1))
+        self._folds = folds
+        confidence = np.where(entered[:, None], np.float32(1.0), self._confidence)
+        hidden = self._run(
+            kind,
+            place_blocks(folds, tokens, finished=self._tokens, empty=self._decoding.mask_id),
+            starts - folds * np.int32(L),
+            place_blocks(folds, self._real(active, L), finished=True, empty=False),
+            place_blocks(folds, confidence, finished=self._confidence, empty=1.0),
+            np.where(compared, self._iterations, -1),
+            wide,
+        )
+        if self._kept is not None:
+            if folds[0]:
+                self._kept.saw(int(starts[0]) - L, self._tokens[0])
+            self._kept.saw(int(starts[0]), tokens[0])
         self._iterations += compared
-        passes = self._passes.copy()
-        self._passes += active
+        passes = self._passes + folds
+        self._passes = passes + active
         if not compared.any():
             return None
-        return Prediction(*unpack_sample(self._sample(hidden, passes)))
+        return Prediction(*unpack_sample(self._sample(hidden, passes, wide)))
 
     def _real(self, active: Bool[np.ndarray, " B"], width: int) -> Bool[np.ndarray, "B T"]:
         """Positions of a pass that hold a token: they route and are seen."""
@@ -214,20 +246,25 @@ class Session:
         if self._kept is not None and self._cache is not None:
             self._kept.give_back(self._cache)
 
-    def _sample(self, hidden: jax.Array, passes: Int32[np.ndarray, " B"]) -> jax.Array:
+    def _sample(
+        self, hidden: jax.Array, passes: Int32[np.ndarray, " B"], folds: Bool[np.ndarray, " B"] | None
+    ) -> jax.Array:
         seed = np.int32(self._decoding.seed)
-        return sample(self._sampling, self._engine.head, hidden, seed, self._numbers[self._request], passes)
+        return sample(self._sampling, self._engine.head, hidden, seed, self._numbers[self._request], passes, folds)
 
     def end_pass(self, outcome: PassOutcome) -> None:
         """Gives the cache manager what the decoder did."""
-        self._confidence = outcome.confidence.copy()
+        folds, mask_id = self._folds, self._decoding.mask_id
+        tokens = place_blocks(folds, outcome.tokens_after, finished=self._tokens, empty=mask_id)
+        confidence = place_blocks(folds, outcome.confidence, finished=self._confidence, empty=1.0)
+        self._tokens, self._confidence = outcome.tokens_after, outcome.confidence
         self._engine.end_iteration(
             IterationOutcome(
                 kind=outcome.kind,
-                token_ids=outcome.tokens_after.ravel(),
-                written=outcome.written.ravel(),
-                masked=outcome.masked_before.ravel(),
-                confidence=outcome.confidence.ravel(),
+                token_ids=tokens.ravel(),
+                written=place_blocks(folds, outcome.written, finished=False, empty=False).ravel(),
+                masked=place_blocks(folds, outcome.masked_before, finished=False, empty=False).ravel(),
+                confidence=confidence.ravel(),
             )
         )
 
@@ -239,6 +276,7 @@ class Session:
         token_mask: Bool[np.ndarray, "B T"],
         confidence: np.ndarray,
         iterations: np.ndarray | None = None,
+        folds: np.ndarray | None = None,
     ) -> jax.Array:
         info = PassInfo(
             kind=kind,
@@ -254,6 +292,7 @@ class Session:
             sequence_length=self._sequence_length,
             manager=self._engine.handle,
             iterations=iterations if self._engine.records_hidden else None,
+            folds=folds if self._engine.records_hidden else None,
         )
         self._cache, hidden = self._engine.run_pass(info, inputs, self._cache, self._decoding.block_length)
         return hidden

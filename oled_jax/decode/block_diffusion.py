@@ -84,13 +84,15 @@ class Denoiser(Protocol):
         starts: Int32[np.ndarray, " B"],
         active: Bool[np.ndarray, " B"],
         commit: Bool[np.ndarray, " B"],
+        folds: Bool[np.ndarray, " B"],
         is_prompt: Bool[np.ndarray, "B T"],
     ) -> Prediction | None:
         """One pass over one block per row, which sees the row's cache below `starts` and itself entirely.
 
         Always stores the keys and values of the block, over those of earlier passes at the same place.
-        `commit`: the row's tokens are final and its prediction is not read. Returns None if every active row
-        commits.
+        `commit`: the row's tokens are final and its prediction is not read. `folds`: the pass takes in the block
+        before, too, as the row's last pass left it, and stores its keys and values before this one sees them.
+        Returns None if every active row commits.
         """
 
     def end_pass(self, outcome: PassOutcome) -> None:
@@ -115,7 +117,7 @@ class BlockDiffusion:
         """Decodes; yields each event as it happens, `FinishEvent` last of its row.
 
         Ends: a row is in one block at a time, the rule bounds the passes over a block (`unmask.py`), at most
-        one commit follows, and a row has ceil((P + gen_length) / L) blocks.
+        one commit follows (none after the last block, nor with `fold_commits`), and a row has ceil((P + gen_length) / L) blocks.
 
         Args:
           prompts: token ids.
@@ -180,14 +182,14 @@ class BlockDiffusion:
         shape = (places, self._config.block_length)
         tokens = np.full(shape, self._config.mask_id, np.int32)
         is_prompt, starts = np.zeros(shape, bool), np.zeros(places, np.int32)
-        active, commit = np.zeros(places, bool), np.zeros(places, bool)
+        active, commit, folds = np.zeros((3, places), bool)
         for seat in running:
             row, place = seat.row, seat.place
             tokens[place], is_prompt[place] = row.window, row.is_prompt
             starts[place], active[place] = row.start, True
-            commit[place] = row.kind is PassKind.COMMIT
+            commit[place], folds[place] = row.kind is PassKind.COMMIT, row.folds
         kind = _kind_of_pass([seat.row.kind for seat in running])
-        prediction = self._denoiser.forward(kind, tokens, starts, active, commit, is_prompt)
+        prediction = self._denoiser.forward(kind, tokens, starts, active, commit, folds, is_prompt)
         self._check(prediction, active & ~commit)
         after, confidence = tokens.copy(), np.ones(shape, np.float32)
         written, edited = np.zeros(shape, bool), np.zeros(shape, bool)

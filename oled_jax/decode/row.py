@@ -29,7 +29,11 @@ class Step:
 
 
 class Row:
-    """Decodes one prompt: P tokens, block length L. Blocks before P // L are only prefilled."""
+    """Decodes one prompt: P tokens, block length L. Blocks before P // L are only prefilled.
+
+    Attributes:
+      folds: the next pass takes in the block before, too, whose final tokens no pass has seen.
+    """
 
     def __init__(self, index: int, prompt: Int32[np.ndarray, " P"], config: DecodingConfig, rule: AcceptanceRule):
         P, L = len(prompt), config.block_length
@@ -52,7 +56,8 @@ class Row:
         self._emitted = 0
         self._enter(P // L)
 
-    def _enter(self, block: int) -> None:
+    def _enter(self, block: int, *, folds: bool = False) -> None:
+        self.folds = folds
         self.block, self.start = block, block * self._config.block_length
         self._span = slice(self.start, self.start + self._config.block_length)
         self._step = self._post_steps = 0
@@ -102,6 +107,7 @@ class Row:
     ) -> Step:
         """Writes what the rule accepts, and moves on to the next step, commit, block or the end."""
         kind, before = self.kind, self.window.copy()
+        self.folds = False
         self.passes[kind] += 1
         self._post_steps += kind is PassKind.EDIT
         state = BlockState(
@@ -150,11 +156,11 @@ class Row:
     def _leave(self, stops: bool, *, changed: bool) -> None:
         if stops or self.block == self._num_blocks - 1 or self._stops_after_block():
             self.finished = True
-        elif changed:
+        elif changed and not self._config.fold_commits:
             self._committing = True
         else:
             # A pass that wrote nothing saw the final tokens: its keys and values are those of a commit.
-            self._enter(self.block + 1)
+            self._enter(self.block + 1, folds=changed)
 
     def _stops_inside_block(self, just_written: Int32[np.ndarray, " N"]) -> bool:
         """REFERENCE 6, item 3.6: an eos was just written, and no mask is left of the first eos.

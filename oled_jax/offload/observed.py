@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from oled_jax.config import ModelConfig
+from oled_jax.folding import own_blocks
 from oled_jax.models.moe import Experts
 from oled_jax.traces.trace import COSINE_GAPS
 
@@ -20,12 +21,14 @@ class Comparison(NamedTuple):
     """What the layer inputs of a pass are compared with.
 
     history: rings of earlier passes. iterations: how many passes of its block a row has in its ring already, -1 for
-    a row that is neither compared nor kept. token_mask: tokens that count.
+    a row that is neither compared nor kept. token_mask: tokens that count. folds: of a pass over two blocks; a block
+    that is folded in counts nothing.
     """
 
     history: History
     iterations: Int32[Array, " B"]
-    token_mask: Bool[Array, "B T"]
+    token_mask: Bool[Array, "B _"]
+    folds: Bool[Array, " B"] | None = None
 
 
 class ObservedCarry(NamedTuple):
@@ -80,9 +83,10 @@ def compare(
 
     A row counts for gap g if it has had g passes over its block; NaN where no row has.
     """
-    ring, iterations, mask = comparison.history[layer], comparison.iterations, comparison.token_mask
+    ring, iterations, folds = comparison.history[layer], comparison.iterations, comparison.folds
     G, B = ring.shape[:2]
-    now = x.reshape(ring.shape[1:])
+    mask = own_blocks(folds, comparison.token_mask)
+    now = own_blocks(folds, x.reshape(B, -1, x.shape[-1]))
     per_slot = jnp.where(mask, _cosine(now.astype(jnp.float32), ring.astype(jnp.float32)), 0.0).sum(-1)
     gaps = jnp.arange(1, G + 1)[:, None]
     seen = gaps <= iterations

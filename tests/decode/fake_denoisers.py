@@ -105,17 +105,26 @@ class FakeDenoiser:
         starts: np.ndarray,
         active: np.ndarray,
         commit: np.ndarray,
+        folds: np.ndarray,
         is_prompt: np.ndarray,
     ) -> Prediction | None:
         cache = self._cache_for(len(tokens))
         predicted, confidence = np.full_like(tokens, MASK), np.full(tokens.shape, np.nan, np.float32)
         for row in np.flatnonzero(active):
             start = int(starts[row])
+            if folds[row]:
+                cache[row, start - tokens.shape[1] : start] = self.outcomes[-1].tokens_after[row]
             cache[row, start : start + tokens.shape[1]] = tokens[row]
             if not commit[row]:
                 predicted[row], confidence[row] = self._model(cache[row, :start], tokens[row])
         self.calls.append(
-            {"kind": kind, "tokens": tokens.copy(), "commit": commit.copy(), "is_prompt": is_prompt.copy()}
+            {
+                "kind": kind,
+                "tokens": tokens.copy(),
+                "commit": commit.copy(),
+                "folds": folds.copy(),
+                "is_prompt": is_prompt.copy(),
+            }
         )
         return None if (commit == active).all() else Prediction(predicted, confidence)
 
