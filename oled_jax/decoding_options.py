@@ -21,7 +21,8 @@ FIELDS = tuple(
 EDITING_ONLY = ("editing_threshold", "max_post_steps", "num_to_transfer")
 SCHEDULE_ONLY = ("steps", "minimal_topk")
 SAMPLING_ONLY = ("top_k", "top_p", "seed")
-FLAG_ONLY = ("rule", "entropy_bound", "pad_id", "fold_commits")  # names that a generation_config.json does not use for these
+# Names that a generation_config.json does not use for these.
+FLAG_ONLY = ("rule", "entropy_bound", "pad_id", "fold_commits")
 OPTIONAL = ("editing_threshold", "top_k", "top_p")
 WHOLE = (
     "gen_length",

@@ -7,8 +7,6 @@ the pass is two blocks wide for all: [finished block | its own] where a row fold
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Shaped
 
@@ -34,9 +32,8 @@ def place_blocks(
     return placed
 
 
-def own_blocks(folds: Bool[jax.Array, " B"] | None, values: Shaped[jax.Array, "B _ ..."]) -> Shaped[jax.Array, "B _ ..."]:
-    """What `place_blocks` got as `own`, of values per position; all of them if `folds` is None."""
-    if folds is None:
-        return values
-    first, second = jnp.split(values, 2, axis=1)
-    return jnp.where(folds.reshape(-1, *(1,) * (values.ndim - 1)), second, first)
+def find_folds(block_length: int, token_mask: Bool[np.ndarray, " N"], rows: int) -> Bool[np.ndarray, " B"] | None:
+    """Which rows of a pass fold; None if it is one block wide, or none over blocks (block length 0)."""
+    if block_length == 0 or token_mask.size != rows * 2 * block_length:
+        return None
+    return token_mask.reshape(rows, 2, block_length)[:, 1].any(axis=1)

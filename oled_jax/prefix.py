@@ -64,7 +64,7 @@ class KeptPrefix:
         self._tokens = prompt.tolist()
 
     def saw(self, start: int, block: Int32[np.ndarray, " T"]) -> None:
-        """A pass over the block at `start` has run. If it is a new one, the pass before saw the old one's final tokens."""
+        """A pass over the block at `start` ran. If it is a new one, the pass before saw the old one's final tokens."""
         if start == len(self._tokens) + self.block_length:
             self._tokens += self._block
         self._block = block.tolist()

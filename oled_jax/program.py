@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from oled_jax.config import DecodingConfig, ModelConfig
 from oled_jax.decode.sampling import entropy, predict, row_keys
-from oled_jax.folding import own_blocks
 from oled_jax.models.kv_cache import KVCache
 from oled_jax.models.layers import head_logits
 from oled_jax.models.moe import Experts
@@ -29,6 +28,7 @@ from oled_jax.offload.observed import Comparison, History, ObservedCarry, Observ
 from oled_jax.offload.plan import PlanLayout
 from oled_jax.offload.pool import Pool
 from oled_jax.ops.grouping import ItemShape
+from oled_jax.ops.own_blocks import own_blocks
 
 # The leaves of the trunk's NNX state. A program's call flattens its arguments: that takes 0.9 ms for a state and 0.1 ms
 # for a tuple of its 221 arrays (LLaDA2.0-mini's trunk, one x86-64 core).
@@ -85,9 +85,9 @@ class PassInputs(NamedTuple):
     """One chunk of T positions per row.
 
     token_mask: False for padding and finished rows, which never route. sequence_length: see `models/rope.py`, of each
-    row or of all. iterations, folds: see `Comparison`; None if layer inputs are not compared. routes: experts that take the
-    place of the router's choice, for benches that replay a trace through a model of random weights; None: the router
-    chooses.
+    row or of all. iterations, folds: see `Comparison`; None if layer inputs are not compared. routes: experts that
+    take the place of the router's choice, for benches that replay a trace through a model of random weights; None: the
+    router chooses.
     """
 
     tokens: Int32[Array, "B T"]
@@ -201,7 +201,7 @@ def sample(
       head: of `trunk_head`.
       hidden: what `forward_pass` returned.
       seed, requests, pass_index: of the random keys (`decode.sampling.row_keys`).
-      folds: of a pass over two blocks; see `folding.own_blocks`, whose tokens these are.
+      folds: of a pass over two blocks; the tokens are those of `own_blocks`.
 
     Returns:
       tokens, the bits of their float32 confidence and, if asked for, those of the entropies: one array, since each one

@@ -13,6 +13,7 @@ import numpy as np
 
 from oled_jax.config import ModelConfig
 from oled_jax.engine import Engine
+from oled_jax.folding import find_folds
 from oled_jax.models.kv_cache import KVCache, init_kv_cache
 from oled_jax.models.registry import family_named
 from oled_jax.passes import PassKind
@@ -79,7 +80,7 @@ class EngineReplay:
             cache, hidden = self._forward(each.info, inputs, cache)
             forwarded = time.perf_counter()
             if self.sampling is not None and each.info.kind in (PassKind.DENOISE, PassKind.EDIT):
-                unpack_sample(self._sample(hidden, number))
+                unpack_sample(self._sample(hidden, each.info, number))
             sampled = time.perf_counter()
             engine.end_iteration(each.outcome)
             ended = time.perf_counter()
@@ -93,10 +94,11 @@ class EngineReplay:
     def _forward(self, info: PassInfo, inputs: PassInputs, cache: KVCache) -> tuple[KVCache, jax.Array]:
         return self.engine.run_pass(info, inputs, cache, self.trace.header.block_length)
 
-    def _sample(self, hidden: jax.Array, number: int) -> jax.Array:
+    def _sample(self, hidden: jax.Array, info: PassInfo, number: int) -> jax.Array:
         assert self.sampling is not None
         requests = np.zeros(self.rows, np.int32)
-        return sample(self.sampling, self.engine.head, hidden, np.int32(0), requests, np.int32(number))
+        folds = find_folds(self.trace.header.block_length, info.token_mask, self.rows)
+        return sample(self.sampling, self.engine.head, hidden, np.int32(0), requests, np.int32(number), folds)
 
     def _inputs(self, each: TracePass) -> PassInputs:
         shape, vocabulary = (self.rows, -1), self.engine.config.vocab_size

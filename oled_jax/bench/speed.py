@@ -42,6 +42,7 @@ from oled_jax.policies.registry import POLICIES, parse_policy
 from oled_jax.report import STDOUT, check_json_target, write_json
 from oled_jax.sim.replay import future_of
 from oled_jax.traces.files import open_trace
+from oled_jax.traces.folded import fold_commits
 from oled_jax.traces.spec import make_spec
 from oled_jax.traces.synthetic import synthesise
 from oled_jax.traces.trace import MemoryTrace, Trace
@@ -49,8 +50,8 @@ from oled_jax.traces.trace import MemoryTrace, Trace
 SUMMARY = "time of a pass at a published size, under replayed routing"
 MEASURED = (PassKind.DENOISE, PassKind.EDIT)
 COLUMNS = (
-    "policy", "cpu", "carrier", "capacity", "ms", "ms_spread", "forward_ms", "utilization", "hit_rate", "misses",
-    "to_cpu", "h2d_gbs", "plan_us", "transport_us", "issue_us", "collect_us",
+    "policy", "cpu", "carrier", "capacity", "folded", "decode_ms", "ms", "ms_spread", "forward_ms", "utilization",
+    "hit_rate", "misses", "to_cpu", "h2d_gbs", "plan_us", "transport_us", "issue_us", "collect_us",
 )  # fmt: skip
 
 
@@ -65,6 +66,9 @@ def build_parser() -> CommandParser:
     parser.add_argument("--prompt-tokens", type=whole_number(0), default=128, help="of the synthetic trace")
     parser.add_argument("--overlap", type=number(0.0), default=0.84, help="adjacent overlap of the synthetic trace")
     parser.add_argument("--distinct", type=number(1.0), default=55.0, help="activated experts of the synthetic trace")
+    parser.add_argument(
+        "--fold-commits", action="store_true", help="measure each case with folded commits, too (docs/design.md)"
+    )
     parser.add_argument("--expert-cache", default="40,100", help="capacities, comma-separated (default: 40,100)")
     parser.add_argument(
         "--policies", default="oled:dispatch=gpu", help="comma-separated; POLICY@BACKEND uses a CPU expert backend"
@@ -91,14 +95,12 @@ def command(argv: Sequence[str]) -> None:
     largest = max(case.capacity for case in cases)
     bed = TestBed(config, slots=largest * config.num_moe_layers + DEFAULT_SPARE)
     note(f"weights in memory after {bed.load_s:.1f} s")
-    future = None
-    if any(POLICIES[parse_policy(case.policy)[0]].needs_future for case in cases):
-        once = future_of(trace).activated
-        future = FutureRouting(activated=np.concatenate([once] * (1 + options.repeats)))
+    traces = {False: trace, True: fold_commits(trace)} if options.fold_commits else {False: trace}
     rows = []
     for case in cases:
-        rows.append(_measure(bed, case, trace, options.repeats, future))
-        note(_line(rows[-1]))
+        for folded, replayed in traces.items():
+            rows.append({"folded": folded, **_measure(bed, case, replayed, options.repeats)})
+            note(_line(rows[-1]))
     report = {
         "version": 1,
         "bench": "speed",
@@ -155,9 +157,13 @@ def _trace(options: argparse.Namespace, config: ModelConfig) -> Trace:
     return MemoryTrace(trace.header, tuple(trace))
 
 
-def _measure(bed: TestBed, case: Case, trace: Trace, repeats: int, future: FutureRouting | None) -> dict[str, Any]:
+def _measure(bed: TestBed, case: Case, trace: Trace, repeats: int) -> dict[str, Any]:
     """One row. The first replay compiles and fills the cache, and is not counted."""
     sampling = greedy_sampling(bed.config)
+    future = None
+    if POLICIES[parse_policy(case.policy)[0]].needs_future:
+        once = future_of(trace).activated
+        future = FutureRouting(activated=np.concatenate([once] * (1 + repeats)))
     with bed.engine(case, future) as engine:
         replay = EngineReplay(engine, trace, sampling)
         list(replay.run())
@@ -181,12 +187,17 @@ def _measure(bed: TestBed, case: Case, trace: Trace, repeats: int, future: Futur
 
 
 def _times(runs: Sequence[Sequence[PassTime]]) -> dict[str, Any]:
-    """Milliseconds of a pass: mean over the passes of a run, then median and spread over the runs."""
+    """Milliseconds of a pass: mean over the passes of a run, then median and spread over the runs.
+
+    decode_ms: of all passes but prefill together, commit passes too: what a run that folds them is compared by.
+    """
     decode = [[each for each in run if each.kind in MEASURED] for run in runs]
     means = [statistics.mean(each.total_s for each in run) * 1e3 for run in decode]
     flat = [each for run in decode for each in run]
     prefill = [sum(each.forward_s for each in run if each.kind is PassKind.PREFILL) for run in runs]
+    whole = [sum(each.total_s for each in run if each.kind is not PassKind.PREFILL) for run in runs]
     return {
+        "decode_ms": statistics.median(whole) * 1e3,
         "ms": statistics.median(means),
         "ms_spread": max(means) - min(means),
         "forward_ms": statistics.mean(each.forward_s for each in flat) * 1e3,

@@ -117,7 +117,8 @@ class BlockDiffusion:
         """Decodes; yields each event as it happens, `FinishEvent` last of its row.
 
         Ends: a row is in one block at a time, the rule bounds the passes over a block (`unmask.py`), at most
-        one commit follows (none after the last block, nor with `fold_commits`), and a row has ceil((P + gen_length) / L) blocks.
+        one commit follows (none after the last block, and with `fold_commits` none at all), and a row has
+        ceil((P + gen_length) / L) blocks.
 
         Args:
           prompts: token ids.

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from oled_jax.config import ModelConfig
-from oled_jax.folding import own_blocks
 from oled_jax.models.moe import Experts
+from oled_jax.ops.own_blocks import own_blocks
 from oled_jax.traces.trace import COSINE_GAPS
 
 History = tuple[Float[Array, "G B T D"], ...]  # per MoE layer: the inputs of the last G passes, in a ring

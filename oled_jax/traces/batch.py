@@ -21,7 +21,7 @@ def stack_requests(trace: Trace, rows: int) -> MemoryTrace:
     that has ended keeps its row, whose tokens route no more.
 
     Args:
-      trace: of one row a pass; requests whose prompts are equally long.
+      trace: of one row a pass; requests whose prompts are equally long, and whose commits are not folded.
     """
     requests = [list(passes) for _, passes in itertools.groupby(trace, lambda step: int(step.request_ids[0]))]
     batches = [requests[start : start + rows] for start in range(0, len(requests) - rows + 1, rows)]

@@ -2,7 +2,7 @@
 
 `LocalityMeter` takes passes in order and keeps, for every running sequence, the experts that its last eight iterations
 activated. A row without a mask in a denoise pass of a batch commits or edits, which the trace does not tell: it counts
-in the pass, not as an iteration of the row.
+in the pass, not as an iteration of the row. So does a finished block that a pass takes in beside the next one.
 """
 
 import collections
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
 
+from oled_jax.folding import find_folds
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome
 from oled_jax.traces.locality import CONFIDENCE_EDGES, GAPS, ITERATIONS, STATES, DecodingCost, Locality, ratio
@@ -63,8 +64,8 @@ class LocalityMeter:
         if kind not in DECODING:
             return
         B = len(pass_.request_ids)
-        activated = _activated(pass_.expert_ids, tokens, B, self._header.num_experts)
-        distinct = np.count_nonzero(activated.any(0), axis=-1)
+        activated = _activated(pass_.expert_ids, tokens, self._header.num_experts)
+        distinct = np.count_nonzero(activated, axis=-1)
         self._decode_pages += int(distinct.sum())
         self._routed_tokens += int(np.count_nonzero(tokens))
         self._generated += int(np.count_nonzero(pass_.outcome.written & pass_.outcome.masked))
@@ -75,11 +76,12 @@ class LocalityMeter:
             self._cosine.add(pass_.cosine.T)
         takes_part = tokens & pass_.outcome.masked if kind is PassKind.DENOISE else tokens
         rows = np.any(takes_part.reshape(B, -1), axis=-1)
+        spans = own_spans(pass_, self._header.block_length)
         running = {}
         for row, request in enumerate(pass_.request_ids.tolist()):
             sequence = self._sequences.get(request) or _Sequence()
             if rows[row]:
-                self._add_row(sequence, _row_of(pass_, row, activated[row]))
+                self._add_row(sequence, _row_of(pass_, row, spans[row], self._header.num_experts))
             running[request] = sequence
         self._sequences = running
 
@@ -174,23 +176,32 @@ class _Mean:
         return ratio(self._total, self.count)
 
 
-def _activated(
-    ids: Int[np.ndarray, "L N K"], tokens: Bool[np.ndarray, " N"], B: int, E: int
-) -> Bool[np.ndarray, "B L E"]:
-    """Experts that each row's real tokens were routed to."""
-    L, N, K = ids.shape
-    found = np.zeros((B, L, E + 1), bool)
-    real = np.where(tokens[:, None], ids, np.intp(E)).reshape(L, B, N // B * K)
-    found[np.arange(B)[:, None], np.arange(L)[:, None, None], real] = True
-    return found[..., :E]
+def _activated(ids: Int[np.ndarray, "L N K"], tokens: Bool[np.ndarray, " N"], E: int) -> Bool[np.ndarray, "L E"]:
+    """Experts that real tokens were routed to."""
+    L = len(ids)
+    found = np.zeros((L, E), bool)
+    found[np.arange(L)[:, None], ids[:, tokens].reshape(L, -1)] = True
+    return found
 
 
-def _row_of(pass_: TracePass, row: int, activated: Bool[np.ndarray, "L E"]) -> _Row:
+def own_spans(pass_: TracePass, block_length: int) -> list[slice]:
+    """Where among the tokens of a pass each row's own block lies."""
+    B = len(pass_.request_ids)
+    T = len(pass_.info.token_mask) // B
+    folds = find_folds(block_length, pass_.info.token_mask, B)
+    if folds is None:
+        return [slice(row * T, (row + 1) * T) for row in range(B)]
+    firsts = np.arange(B) * T + folds * block_length
+    return [slice(first, first + block_length) for first in firsts.tolist()]
+
+
+def _row_of(pass_: TracePass, row: int, span: slice, num_experts: int) -> _Row:
     T = len(pass_.info.token_mask) // len(pass_.request_ids)
-    span = slice(row * T, (row + 1) * T)
+    ids = pass_.expert_ids[:, span]
+    activated = _activated(ids, pass_.info.token_mask[span], num_experts)
     return _Row(
-        start=int(pass_.block_starts[row]),
-        ids=pass_.expert_ids[:, span],
+        start=int(pass_.block_starts[row]) + span.start - row * T,
+        ids=ids,
         activated=activated,
         state=token_states(pass_.outcome)[span],
         confidence=pass_.outcome.confidence[span],
