@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Shaped
 
+from oled_jax.passes import PassKind
+
+Index = slice | Bool[np.ndarray, " N"]  # of values of a pass's tokens
+EVERYWHERE = slice(None)
+
 
 def place_blocks(
     folds: Bool[np.ndarray, " B"], own: Shaped[np.ndarray, "B T"], *, finished: Any, empty: Any
@@ -32,8 +37,24 @@ def place_blocks(
     return placed
 
 
-def find_folds(block_length: int, token_mask: Bool[np.ndarray, " N"], rows: int) -> Bool[np.ndarray, " B"] | None:
-    """Which rows of a pass fold; None if it is one block wide, or none over blocks (block length 0)."""
-    if block_length == 0 or token_mask.size != rows * 2 * block_length:
+def own_tokens(folds: Bool[np.ndarray, " B"] | None, size: int) -> Index:
+    """Where the rows' own blocks are among the `size` tokens of a pass; None: it is one block wide."""
+    return EVERYWHERE if folds is None else _halves(~folds, folds, size)
+
+
+def first_tokens(folds: Bool[np.ndarray, " B"] | None, size: int) -> Index:
+    """Where the blocks are that were the rows' own in the pass before, finished or not."""
+    return EVERYWHERE if folds is None else _halves(np.ones_like(folds), np.zeros_like(folds), size)
+
+
+def _halves(first: np.ndarray, second: np.ndarray, size: int) -> Bool[np.ndarray, " N"]:
+    return np.repeat(np.stack([first, second], axis=1).ravel(), size // first.size // 2)
+
+
+def find_folds(
+    block_length: int, token_mask: Bool[np.ndarray, " N"], rows: int, kind: PassKind
+) -> Bool[np.ndarray, " B"] | None:
+    """Which rows of a recorded pass fold; None if it is one block wide, or none over blocks (block length 0)."""
+    if kind is PassKind.PREFILL or block_length == 0 or token_mask.size != rows * 2 * block_length:
         return None
     return token_mask.reshape(rows, 2, block_length)[:, 1].any(axis=1)

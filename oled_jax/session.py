@@ -284,6 +284,7 @@ class Session:
             masked=(tokens == self._decoding.mask_id).ravel() & token_mask.ravel(),
             token_mask=token_mask.ravel(),
             confidence=confidence.ravel(),
+            folds=folds,
         )
         inputs = PassInputs.of(
             tokens=tokens,

@@ -13,7 +13,6 @@ import numpy as np
 
 from oled_jax.config import ModelConfig
 from oled_jax.engine import Engine
-from oled_jax.folding import find_folds
 from oled_jax.models.kv_cache import KVCache, init_kv_cache
 from oled_jax.models.registry import family_named
 from oled_jax.passes import PassKind
@@ -97,8 +96,7 @@ class EngineReplay:
     def _sample(self, hidden: jax.Array, info: PassInfo, number: int) -> jax.Array:
         assert self.sampling is not None
         requests = np.zeros(self.rows, np.int32)
-        folds = find_folds(self.trace.header.block_length, info.token_mask, self.rows)
-        return sample(self.sampling, self.engine.head, hidden, np.int32(0), requests, np.int32(number), folds)
+        return sample(self.sampling, self.engine.head, hidden, np.int32(0), requests, np.int32(number), info.folds)
 
     def _inputs(self, each: TracePass) -> PassInputs:
         shape, vocabulary = (self.rows, -1), self.engine.config.vocab_size

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 
 from oled_jax import native
 from oled_jax.cost.profile import CostProfile
+from oled_jax.folding import own_tokens
 from oled_jax.passes import PassKind
 
 
@@ -55,6 +56,8 @@ class PassInfo:
 
     confidence: c of the previous iteration; 1.0 for prompt tokens and in a block's first iteration.
     masked: the position holds the mask token. token_mask: the position is real (padding never routes).
+    folds: rows in which a finished block is taken in before the row's own (`folding.py`), the last pass over it; None
+    if the pass is one block wide.
     """
 
     kind: PassKind
@@ -62,6 +65,14 @@ class PassInfo:
     masked: Bool[np.ndarray, " N"]
     token_mask: Bool[np.ndarray, " N"]
     confidence: Float[np.ndarray, " N"]
+    folds: Bool[np.ndarray, " B"] | None = None
+
+    @property
+    def own_mask(self) -> Bool[np.ndarray, " N"]:
+        """Real tokens of the blocks that later passes may go over again."""
+        if self.folds is None:
+            return self.token_mask
+        return self.token_mask & own_tokens(self.folds, self.token_mask.size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

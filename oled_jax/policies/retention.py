@@ -81,7 +81,8 @@ class Priority(Retention):
 
         p_e = sum over tokens t routed to e of g_te * psi(c_t), divided by the same sum over all experts
 
-    Experts that this pass does not activate have p = 0. While a layer runs, only the confidence of the
+    t runs over the blocks that are decoded: a finished block that a pass takes in beside them does not come again.
+    Experts that no such token activates have p = 0. While a layer runs, only the confidence of the
     previous iteration exists; with `previous+rerank` the residents are ranked again with this iteration's
     when it ends.
 
@@ -105,7 +106,7 @@ class Priority(Retention):
         self._gates = np.zeros((L, 0, context.top_k), np.float32)
 
     def begin_iteration(self, info: PassInfo) -> None:
-        self._mask = info.token_mask
+        self._mask = info.own_mask
         self._weights = self._psi(info.confidence)
         N = info.token_mask.shape[0]
         L, previous_N, K = self._ids.shape

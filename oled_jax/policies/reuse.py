@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float, Int32
 
+from oled_jax.folding import first_tokens, own_tokens
 from oled_jax.passes import PassKind
 from oled_jax.policies.allocation import ADAPTING_PASSES
 from oled_jax.policies.base import IterationOutcome, LayerRouting, PassInfo, PolicyContext
@@ -60,7 +61,7 @@ class StateReuse:
         self._groups = np.searchsorted(CONFIDENCE_GROUPS, info.confidence)
         masked = info.token_mask & info.masked
         written = self.written[self._groups] * masked
-        shares = np.stack([info.token_mask & ~masked, masked - written, written], axis=1)
+        shares = np.stack([info.own_mask & ~masked, masked - written, written], axis=1)
         self._logs = np.log1p(-(shares @ self.kept))
 
     def next_use(self, routing: LayerRouting) -> Float[np.ndarray, " E"]:
@@ -88,7 +89,8 @@ class StateReuse:
         self._learn_kept(info)
         self._opens = not adapting
         states = np.where(outcome.written, WRITTEN, np.where(outcome.masked, MASKED, DECODED))
-        self._before = (self.ids, outcome.token_ids.copy(), states) if adapting else None
+        own = own_tokens(info.folds, states.size)
+        self._before = (self.ids[:, own], outcome.token_ids[own], states[own]) if adapting else None
 
     def _learn_written(self, info: PassInfo, outcome: IterationOutcome) -> None:
         masked = info.token_mask & info.masked
@@ -99,15 +101,18 @@ class StateReuse:
         self.written += (1.0 - (1.0 - WRITTEN_PACE) ** counts) * (means - self.written)
 
     def _learn_kept(self, info: PassInfo) -> None:
-        if self._before is None or self._before[0].shape != self.ids.shape:
+        again = first_tokens(info.folds, info.token_ids.size)
+        now = self.ids[:, again]
+        if self._before is None or self._before[0].shape != now.shape:
             return
         ids, tokens, states = self._before
         L, N, _ = ids.shape
         routed = np.zeros((L * N, self._E), bool)
         rows = np.arange(L * N)[:, None]
-        routed[rows, self.ids.reshape(L * N, -1)] = True
+        routed[rows, now.reshape(L * N, -1)] = True
         kept = routed[rows, ids.reshape(L * N, -1)].reshape(ids.shape)
-        chosen = ((states == np.arange(3)[:, None]) & info.token_mask & (tokens == info.token_ids)).astype(np.float64)
+        same = info.token_mask[again] & (tokens == info.token_ids[again])
+        chosen = ((states == np.arange(3)[:, None]) & same).astype(np.float64)
         counts = chosen.sum(1)[:, None]
         pace = 1.0 - (1.0 - KEPT_PACE) ** counts
         self.kept += pace * (chosen @ kept / np.maximum(counts, 1.0) - self.kept)
@@ -123,10 +128,12 @@ class StateReuse:
             raise RuntimeError("no pass has begun")
         if info.kind is PassKind.PREFILL:
             return info.token_mask
-        if self._before is None or self._before[1].shape != info.token_ids.shape:
-            return np.zeros(info.token_ids.shape, bool)
-        _, tokens, states = self._before
-        return info.token_mask & (states == WRITTEN) & (tokens == info.token_ids)
+        found = np.zeros(info.token_ids.shape, bool)
+        again = first_tokens(info.folds, found.size)
+        if self._before is not None and self._before[1].shape == found[again].shape:
+            _, tokens, states = self._before
+            found[again] = info.token_mask[again] & (states == WRITTEN) & (tokens == info.token_ids[again])
+        return found
 
     def after_pass(self, table: TokenTable | None) -> Float[np.ndarray, "L E"]:
         """Chance that the next pass activates each expert, when this one is over.
@@ -136,16 +143,17 @@ class StateReuse:
         info = self._info
         if self._before is None or info is None:
             return self.opening.copy()
-        _, tokens, states = self._before
-        shares = np.eye(3)[states] * info.token_mask[:, None]
+        ids, tokens, states = self._before
+        real = info.token_mask[own_tokens(info.folds, info.token_mask.size)]
+        shares = np.eye(3)[states] * real[:, None]
         named = np.zeros(self.opening.shape)
         if table is not None:
-            written = np.flatnonzero(info.token_mask & (states == WRITTEN))
+            written = np.flatnonzero(real & (states == WRITTEN))
             written = written[table.knows(tokens[written])]
             shares[written] = 0.0
             named = table.log_absent(tokens[written])
         logs = np.log1p(-(shares @ self.kept))
-        absent = np.bincount((self.ids + self._offsets).ravel(), logs.ravel(), self.opening.size)
+        absent = np.bincount((ids + self._offsets).ravel(), logs.ravel(), self.opening.size)
         likely: np.ndarray = -np.expm1(absent.reshape(self.opening.shape) + named)
         return likely
 

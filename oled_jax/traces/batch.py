@@ -59,6 +59,6 @@ def _ended(step: TracePass) -> TracePass:
 
 def _joined(parts: Sequence[Any], kind: PassKind) -> Any:
     """Records of single rows as one of the whole pass."""
-    names = [field.name for field in dataclasses.fields(parts[0]) if field.name != "kind"]
+    names = [name for name, value in vars(parts[0]).items() if isinstance(value, np.ndarray)]
     joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
     return dataclasses.replace(parts[0], kind=kind, **joined)

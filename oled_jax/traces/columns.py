@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from oled_jax.folding import find_folds
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, PassInfo
 from oled_jax.traces.trace import COSINE_GAPS, TraceHeader, TracePass
@@ -87,6 +88,7 @@ def decode(columns: Columns, header: TraceHeader, kinds: Sequence[str]) -> Itera
                 masked=columns["masked"][tokens],
                 token_mask=columns["token_mask"][tokens],
                 confidence=columns["confidence"][tokens],
+                folds=find_folds(header.block_length, columns["token_mask"][tokens], rows.stop - rows.start, named),
             ),
             expert_ids=columns[EXPERT_IDS][:, tokens],
             gates=columns["gates"][:, tokens],

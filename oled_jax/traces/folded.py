@@ -39,18 +39,21 @@ def _joined(commit: TracePass, step: TracePass, block_length: int) -> TracePass:
         prompts=(*commit.prompts, *step.prompts),
         new_blocks=commit.new_blocks + step.new_blocks,
         block_starts=commit.block_starts,
-        info=_both(commit.info, step.info, block_length),
+        info=_both(commit.info, step.info, block_length, folds=np.ones(step.request_ids.size, bool)),
         expert_ids=_side_by_side(commit.expert_ids, step.expert_ids, block_length),
         gates=_side_by_side(commit.gates, step.gates, block_length),
         outcome=_both(commit.outcome, step.outcome, block_length),
     )
 
 
-def _both(finished: Any, own: Any, block_length: int) -> Any:
-    """Records of a pass: those of the finished blocks hold no mask, and nothing was written."""
-    names = [field.name for field in dataclasses.fields(own) if field.name != "kind"]
-    arrays = {name: _side_by_side(getattr(finished, name), getattr(own, name), block_length) for name in names}
-    return dataclasses.replace(own, **arrays)
+def _both(finished: Any, own: Any, block_length: int, **changes: Any) -> Any:
+    """Records of a pass. In the finished blocks is no mask, and nothing was written."""
+    arrays = {
+        name: _side_by_side(getattr(finished, name), value, block_length)
+        for name, value in vars(own).items()
+        if isinstance(value, np.ndarray)
+    }
+    return dataclasses.replace(own, **arrays, **changes)
 
 
 def _side_by_side(finished: np.ndarray, own: np.ndarray, block_length: int) -> np.ndarray:

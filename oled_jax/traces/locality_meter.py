@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
 
-from oled_jax.folding import find_folds
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome
 from oled_jax.traces.locality import CONFIDENCE_EDGES, GAPS, ITERATIONS, STATES, DecodingCost, Locality, ratio
@@ -76,7 +75,7 @@ class LocalityMeter:
             self._cosine.add(pass_.cosine.T)
         takes_part = tokens & pass_.outcome.masked if kind is PassKind.DENOISE else tokens
         rows = np.any(takes_part.reshape(B, -1), axis=-1)
-        spans = own_spans(pass_, self._header.block_length)
+        spans = own_spans(pass_)
         running = {}
         for row, request in enumerate(pass_.request_ids.tolist()):
             sequence = self._sequences.get(request) or _Sequence()
@@ -184,15 +183,13 @@ def _activated(ids: Int[np.ndarray, "L N K"], tokens: Bool[np.ndarray, " N"], E:
     return found
 
 
-def own_spans(pass_: TracePass, block_length: int) -> list[slice]:
+def own_spans(pass_: TracePass) -> list[slice]:
     """Where among the tokens of a pass each row's own block lies."""
-    B = len(pass_.request_ids)
+    B, folds = len(pass_.request_ids), pass_.info.folds
     T = len(pass_.info.token_mask) // B
-    folds = find_folds(block_length, pass_.info.token_mask, B)
-    if folds is None:
-        return [slice(row * T, (row + 1) * T) for row in range(B)]
-    firsts = np.arange(B) * T + folds * block_length
-    return [slice(first, first + block_length) for first in firsts.tolist()]
+    L = T if folds is None else T // 2
+    firsts = np.arange(B) * T + (0 if folds is None else folds * L)
+    return [slice(first, first + L) for first in firsts.tolist()]
 
 
 def _row_of(pass_: TracePass, row: int, span: slice, num_experts: int) -> _Row:

@@ -161,5 +161,7 @@ def traced_block_length(decoding: DecodingConfig) -> int:
 
 def _copied(record: _Record) -> _Record:
     """The same with arrays of its own."""
-    arrays: dict[str, Any] = {name: value.copy() for name, value in vars(record).items() if name != "kind"}
+    arrays: dict[str, Any] = {
+        name: value.copy() for name, value in vars(record).items() if isinstance(value, np.ndarray)
+    }
     return dataclasses.replace(record, **arrays)
