@@ -21,7 +21,7 @@ from oled_jax.policies.base import PassInfo, Policy, PolicyContext
 from oled_jax.policies.registry import make_policy
 from oled_jax.program import PassInputs
 
-GREEDY = DecodingConfig(mask_id=511, eos_id=508, gen_length=24, block_length=8, threshold=0.5)
+GREEDY = DecodingConfig(mask_id=511, eos_id=508, gen_length=24, block_length=8, threshold=0.5, fold_commits=False)
 jitted_logits = jax.jit(head_logits)
 
 

@@ -94,6 +94,7 @@ SETTINGS = _object(
     whole_text=FLAG,
     entropy_bound=_or_null({"type": "number"}),
     pad_id=_or_null(COUNT),
+    fold_commits=_or_null(FLAG),
     chat_template=FLAG,
     system=_or_null(TEXT),
     mode=_or_null(TEXT),

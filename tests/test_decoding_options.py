@@ -70,6 +70,7 @@ def test_settings_that_do_not_apply_are_null() -> None:
     ("family", "flags", "said"),
     [
         ("sdar", {"editing_threshold": 0.5}, "--editing-threshold has no effect, models of family sdar do not edit"),
+        ("rnd1", {"fold_commits": True}, "--fold-commits has no effect, models of family rnd1 denoise the whole text"),
         ("rnd1", {"max_post_steps": 2}, "--max-post-steps has no effect, models of family rnd1 do not edit tokens"),
         ("rnd1", {"block_length": 8}, "family rnd1 denoise the whole text at once"),
         ("rnd1", {"threshold": 0.5}, "the acceptance rule entropy does not go by it: leave it out$"),

@@ -22,10 +22,21 @@ def test_all_greedy_recordings_are_here():
     assert sum(case.args["temperature"] == 0 for case in CASES) == 79
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_generation_equals_the_recording(engine, case: GoldenCase):
+def folded(case: GoldenCase, marks):
+    return pytest.param(case, True, marks=marks, id=f"{case.name}-folding")
+
+
+@pytest.mark.parametrize(
+    ("case", "folds"),
+    [
+        *(pytest.param(case, False, id=case.name) for case in CASES),
+        *(folded(case, ()) for case in CASES[::20]),
+        *(folded(case, pytest.mark.exhaustive) for number, case in enumerate(CASES) if number % 20),
+    ],
+)
+def test_generation_equals_the_recording(engine, case: GoldenCase, folds: bool):
     def run(prompt, args):
-        events = list(engine.stream([prompt], DecodingConfig(**args)))
+        events = list(engine.stream([prompt], DecodingConfig(**args, fold_commits=folds)))
         return events, next(event.result for event in events if isinstance(event, FinishEvent))
 
     compare(case, run)

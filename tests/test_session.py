@@ -1,5 +1,6 @@
 """Shapes that a run compiles for: large enough for every position that is written, and few."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -35,6 +36,11 @@ def test_the_cache_holds_the_canvas_and_every_chunk_of_the_prompt(block_length):
         assert capacity % block_length == 0
         waiting = kv_capacity([second, first, 0], decoding(block_length, gen_length), 2)
         assert waiting >= longest + gen_length + chunk, "idle chunks of a prompt land behind the text"
+        folding = dataclasses.replace(decoding(block_length, gen_length), fold_commits=True)
+        end = -(-(longest + gen_length) // block_length) * block_length
+        for prompts in ([second, first], [second, first, 0]):
+            assert kv_capacity(prompts, folding, 2) >= end + block_length, "so do blocks beside folded ones"
+        assert kv_capacity([first], folding) == kv_capacity([first], decoding(block_length, gen_length))
 
 
 def test_the_rows_of_a_batch_divide_a_prefill_pass_between_them():

@@ -23,6 +23,7 @@ def config(**changes: Any) -> DecodingConfig:
         "gen_length": 10,
         "threshold": 0.7,
         "editing_threshold": 0.6,
+        "fold_commits": False,
     }
     return DecodingConfig(**{**fields, **changes})
 

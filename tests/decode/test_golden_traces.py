@@ -17,10 +17,12 @@ def needs_model(case: GoldenCase) -> bool:
     return case.deviation is not None and case.deviation.needs_model
 
 
+@pytest.mark.parametrize("folds", [False, True], ids=["committing", "folding"])
 @pytest.mark.parametrize("case", [c for c in CASES if not needs_model(c)], ids=lambda c: c.name)
-def test_replay(case: GoldenCase) -> None:
+def test_replay(case: GoldenCase, folds: bool) -> None:
     def run(prompt: Sequence[int], args: Mapping[str, Any]) -> tuple[list[Event], Result]:
-        events, results = decode([prompt], DecodingConfig(**args), ReplayDenoiser(case.recorded["steps"]))
+        settings = DecodingConfig(**args, fold_commits=folds)
+        events, results = decode([prompt], settings, ReplayDenoiser(case.recorded["steps"]))
         return events, results[0]
 
     compare(case, run)

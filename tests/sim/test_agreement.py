@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from engines import GREEDY, build_plain, context, open_golden, run
 
+from oled_jax.config import DecodingConfig
 from oled_jax.offload.manager import CacheManager
 from oled_jax.offload.statistics import CacheStatistics
 from oled_jax.passes import PassKind
@@ -60,11 +61,13 @@ def counted(statistics: CacheStatistics) -> dict[str, object]:
     return {kind: dataclasses.replace(statistics.summary(kind), planning_us=None) for kind in PassKind}
 
 
-def check_agreement(model, tmp_path, policy: str, cpu: str | None) -> CacheStatistics:
+def check_agreement(
+    model, tmp_path, policy: str, cpu: str | None, decoding: DecodingConfig = DECODING
+) -> CacheStatistics:
     engine = build_plain(*model, policy, CAPACITY, spare=SPARE, cpu=cpu)
     recorded = watched(engine.manager)
-    with engine.record(tmp_path / "run.trace", DECODING):
-        results = [result for batch in BATCHES for result in run(engine, batch, DECODING)]
+    with engine.record(tmp_path / "run.trace", decoding):
+        results = [result for batch in BATCHES for result in run(engine, batch, decoding)]
     engine.close()
     trace = open_trace(tmp_path / "run.trace")
     same = make_policy(policy, context(model[0], CAPACITY, cpu_available=cpu is not None))
@@ -94,6 +97,14 @@ def test_a_replay_is_the_run_where_every_miss_is_transferred(model, tmp_path, po
 def test_a_replay_is_the_run_where_the_cpu_helps(model, tmp_path, policy):
     statistics = check_agreement(model, tmp_path, policy, "numpy")
     assert statistics.summary(PassKind.DENOISE).to_cpu > 0
+
+
+@pytest.mark.parametrize(("policy", "cpu"), [("oled", None), ("finemoe", None), (OPTIONS[-1], None), ("oled", "numpy")])
+def test_a_replay_is_the_run_where_commits_are_folded(model, tmp_path, policy, cpu):
+    folding = dataclasses.replace(DECODING, fold_commits=True)
+    statistics = check_agreement(model, tmp_path, policy, cpu, folding)
+    assert statistics.summary(PassKind.COMMIT).passes == 0
+    assert any(step.info.folds is not None for step in open_trace(tmp_path / "run.trace"))
 
 
 def test_a_replay_of_a_run_with_everything_resident(model, tmp_path):
