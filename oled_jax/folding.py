@@ -57,4 +57,4 @@ def find_folds(
     """Which rows of a recorded pass fold; None if it is one block wide, or none over blocks (block length 0)."""
     if kind is PassKind.PREFILL or block_length == 0 or token_mask.size != rows * 2 * block_length:
         return None
-    return token_mask.reshape(rows, 2, block_length)[:, 1].any(axis=1)
+    return np.any(token_mask.reshape(rows, 2, block_length)[:, 1], axis=1)
