@@ -47,7 +47,8 @@ class Conversation:
     def prepare(self) -> None:
         """Compiles what answers need, so that the first need not wait for it. Whole texts compile for their length."""
         if self.kept is not None:
-            self.model.engine.prepare(self.decoding.block_length, self.decoding, kept=self.kept)
+            # A prompt that is prefilled and ends inside a block: then a short answer, too, goes on in the next one.
+            self.model.engine.prepare(2 * self.decoding.block_length - 1, self.decoding, kept=self.kept)
 
     def send(self, text: str) -> Generator[Event, None, None]:
         """The user's next turn; yields the run's events.

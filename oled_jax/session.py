@@ -131,18 +131,21 @@ class Session:
         if max(lengths, default=0) >= L:
             widths.append((PassKind.PREFILL, self._chunk))
         for kind, width in widths:
-            # Written where no text stands: the cache may hold that of an earlier run.
-            tokens, starts = np.zeros((B, width), np.int32), np.full(B, max(0, self._capacity - width), np.int32)
-            nothing = np.zeros((B, width), bool)
-            shape = (width, L, self._capacity, B, self._sampling)
-            with self._engine.warm_up(kind, shape) as cold:
+            with self._engine.warm_up(kind, (width, L, self._capacity, B, self._sampling)) as cold:
                 if cold:
-                    iterations = np.full(B, -1, np.int32) if kind is PassKind.DENOISE else None
-                    folds = np.zeros(B, bool) if width == 2 * L and kind is PassKind.DENOISE else None
-                    ones = np.ones((B, width), np.float32)
-                    hidden = self._run(kind, tokens, starts, nothing, ones, iterations, folds)
-                    if kind is PassKind.DENOISE:
-                        jax.block_until_ready(self._sample(hidden, self._passes, folds))
+                    self._compile(kind, width)
+
+    def _compile(self, kind: PassKind, width: int) -> None:
+        """Runs such a pass. It writes where no text stands: the cache may hold that of an earlier run."""
+        B, L = self._confidence.shape
+        tokens, starts = np.zeros((B, width), np.int32), np.full(B, max(0, self._capacity - width), np.int32)
+        nothing, ones = np.zeros((B, width), bool), np.ones((B, width), np.float32)
+        if kind is PassKind.PREFILL:
+            self._run(kind, tokens, starts, nothing, ones)
+            return
+        folds = np.zeros(B, bool) if width > L else None
+        hidden = self._run(kind, tokens, starts, nothing, ones, np.full(B, -1, np.int32), folds)
+        jax.block_until_ready(self._sample(hidden, self._passes, folds))
 
     def _num_blocks(self, length: int) -> int:
         """Blocks that are denoised after a prompt of so many tokens."""

@@ -59,8 +59,10 @@ def steps(trace: Trace) -> Iterator[Step]:
 
 
 def _same_block(before: TracePass, step: TracePass) -> bool:
-    return np.array_equal(before.block_starts, step.block_starts) and np.array_equal(
-        before.request_ids, step.request_ids
+    return (
+        np.array_equal(before.block_starts, step.block_starts)
+        and np.array_equal(before.request_ids, step.request_ids)
+        and before.info.token_ids.size == step.info.token_ids.size  # else commits are folded: another block begins
     )
 
 

@@ -1,8 +1,9 @@
 """Keys and values of earlier passes: a value that a pass takes, updates and returns. The engine owns it.
 
 Keys are stored after norm and rotary, with absolute positions. Every pass writes its chunk; what a denoise
-pass leaves is stale as soon as its tokens change, and is overwritten by the block's commit pass before a mask
-shows it to a later block (REFERENCE section 5: keys must come from a pass over final tokens).
+pass leaves is stale as soon as its tokens change, and is overwritten by the block's commit pass, or by the first pass
+over the next block, before a mask shows it to a later block (REFERENCE section 5: keys must come from a pass over
+final tokens).
 """
 
 from typing import NamedTuple

@@ -155,7 +155,7 @@ class FineMoePolicy(ComposedPolicy):
 
     def begin_iteration(self, info: PassInfo) -> None:
         super().begin_iteration(info)
-        self._real = info.token_mask
+        self._real = info.own_mask
 
     def _fetch(self, layer: int) -> Sequence[PageRequest]:
         return self._known.request_best(layer, self._maps.selected(layer)[None], self.options.max_prefetch)
