@@ -4,16 +4,21 @@ import dataclasses
 
 import numpy as np
 import pytest
-from engines import GREEDY, RecordedEngine, build, open_tiny, run
+from engines import GREEDY, RecordedEngine, build, build_plain, context, open_tiny, run
 
 from oled_jax import native, session
+from oled_jax.bench.replay import EngineReplay, greedy_sampling
 from oled_jax.decode.events import BlockEvent, FinishEvent
 from oled_jax.passes import PassKind
+from oled_jax.policies.registry import make_policy
 from oled_jax.prefix import KeptPrefix
 from oled_jax.program import forward_pass, sample
+from oled_jax.sim.replay import ManagedReplay
 from oled_jax.traces.files import open_trace
 from oled_jax.traces.folded import fold_commits
 from oled_jax.traces.locality_meter import measure_locality
+from oled_jax.traces.spec import make_spec
+from oled_jax.traces.synthetic import synthesise
 
 L, E = GREEDY.block_length, 32
 ATOL = 1e-4  # of logits: sums of other shapes
@@ -162,3 +167,22 @@ def test_a_trace_of_folded_passes(engine, tmp_path):
     for name in ("overlap", "boundary", "kept", "tokens"):
         np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=ATOL)
     assert found.generated == expected.generated
+
+
+@pytest.mark.slow
+def test_a_folded_trace_drives_an_engine(model):
+    """As it drives a simulated cache, under a policy that does not look at gates: those are not replayed."""
+    spec = make_spec(
+        num_layers=3, num_experts=E, top_k=4, block_length=L, requests=2, iterations=None, blocks=3, prompt_tokens=16,
+        targets={"distinct_experts": 12.0},
+    )  # fmt: skip
+    trace = fold_commits(synthesise(spec))
+    engine = build_plain(*model, "lru", 6)
+    times = list(EngineReplay(engine, trace, greedy_sampling(engine.config)).run())
+    simulated = ManagedReplay(make_policy("lru", context(engine.config, 6)), page_bytes=0, spare=5)
+    for step in trace:
+        simulated.run_pass(step)
+    assert [each.kind for each in times] == [step.info.kind for step in trace]
+    assert PassKind.COMMIT not in {each.kind for each in times}
+    found, expected = (counts.summary(PassKind.DENOISE) for counts in (engine.statistics, simulated.statistics))
+    assert (found.hits, found.misses, found.to_gpu) == (expected.hits, expected.misses, expected.to_gpu)
