@@ -46,6 +46,7 @@ def test_trunk_keeps_the_routers_bias_in_float32(dtype):
 def test_activations_grow_with_the_prefill_chunk_and_the_cache():
     assert plan(chunk=512).activation_bytes > 4 * plan(chunk=32).activation_bytes
     assert plan(kv_positions=65536).activation_bytes > plan().activation_bytes
+    assert plan(chunk=8, fold_commits=True).activation_bytes > plan(chunk=8).activation_bytes
 
 
 @pytest.mark.parametrize("capacity", [1, 5, 31])

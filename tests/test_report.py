@@ -23,7 +23,9 @@ from oled_jax.report import (
     write_json,
 )
 
-DECODING = DecodingConfig(mask_id=511, eos_id=-1, gen_length=24, block_length=8, steps=8, threshold=0.3)
+DECODING = DecodingConfig(
+    mask_id=511, eos_id=-1, gen_length=24, block_length=8, steps=8, threshold=0.3, fold_commits=False
+)
 PROMPT = list(range(20))
 DOCUMENT = Path(__file__).parent.parent / "docs" / "statistics.md"
 
