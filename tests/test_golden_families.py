@@ -26,6 +26,7 @@ SDAR_CASES = (
     "block4", "boundary", "prompt1", "low_threshold", "block8", "block8_steps3_boundary",
     "steps2_prompt_overwritten", "static", "sequential", "stop_token", "topk1_all_confident",
 )  # fmt: skip
+FOLDED_CASES = ("block4", "stop_token")  # of SDAR, in every test run; the others with the exhaustive tests
 RND1_CASES = (
     "basic", "steps_more_than_tokens", "one_step", "eos_at_end", "temperature_half", "top_k_nan", "infill", "eb_gamma",
 )  # fmt: skip
@@ -63,8 +64,15 @@ def test_every_recording_is_here(golden: Path) -> None:
     assert set(recordings(golden, "rnd1")) == set(RND1_CASES)
 
 
-@pytest.mark.parametrize("name", SDAR_CASES)
-def test_sdar(golden: Path, sdar: Engine, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "folds"),
+    [
+        *((name, False) for name in SDAR_CASES),
+        *((name, True) for name in FOLDED_CASES),
+        *(pytest.param(name, True, marks=pytest.mark.exhaustive) for name in SDAR_CASES if name not in FOLDED_CASES),
+    ],
+)
+def test_sdar(golden: Path, sdar: Engine, name: str, folds: bool) -> None:
     case = recordings(golden, "sdar")[name]
     args, prompt = case["args"], case["prompt"]
     stop = args["stopping_criteria_idx"] or [-1]
@@ -74,6 +82,7 @@ def test_sdar(golden: Path, sdar: Engine, name: str) -> None:
         rule=RULES[args["remasking_strategy"]],
         # The recordings take the most probable token at temperature 1; with top_k 1 there is no other.
         temperature=1.0 if args["top_k"] else 0.0, top_k=args["top_k"] or None,
+        fold_commits=folds,
     )  # fmt: skip
     passes, result = generate(sdar, prompt, decoding)
     assert result.canvas[: len(prompt)].tolist() == prompt
