@@ -15,15 +15,29 @@ DispatchChoice = Literal["auto", "oled", "load", "gpu", "cpu", "makespan"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OledOptions:
+class DispatchOptions:
+    """Where misses go.
+
+    dispatch: oled (the paper's), load (oled with reuse_weight 0), gpu, cpu, makespan, or auto: oled where the engine
+      has a CPU backend, otherwise gpu. reuse_weight: lambda in units of |A_l| * T_H2D. swaps: most exchanges
+      per layer.
+    """
+
+    dispatch: DispatchChoice = "auto"
+    reuse_weight: float = 1.0
+    swaps: int = 8
+
+    def __post_init__(self) -> None:
+        require_range(self, "reuse_weight", 0.0)
+        require_range(self, "swaps", 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OledOptions(DispatchOptions):
     """The three parts, each of which can be switched alone, and their constants.
 
     retention: priority (the paper's), lru or lfu. psi, confidence: of the priority; see `retention.Priority`.
     allocation: adaptive (the paper's) or uniform. decay, interval: of the adaptive rule.
-    dispatch: oled (the paper's), load (oled with reuse_weight 0), gpu, cpu, makespan, or auto: oled where
-    the engine
-      has a CPU backend, otherwise gpu. reuse_weight: lambda in units of |A_l| * T_H2D. swaps: most exchanges
-      per layer.
     """
 
     retention: Literal["priority", "lru", "lfu"] = "priority"
@@ -32,15 +46,11 @@ class OledOptions:
     allocation: Literal["adaptive", "uniform"] = "adaptive"
     decay: float = 0.8
     interval: int = 5
-    dispatch: DispatchChoice = "auto"
-    reuse_weight: float = 1.0
-    swaps: int = 8
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_range(self, "decay", 0.0, 1.0)
         require_range(self, "interval", 1)
-        require_range(self, "reuse_weight", 0.0)
-        require_range(self, "swaps", 0)
 
 
 class OledPolicy(ComposedPolicy):
@@ -58,7 +68,7 @@ class OledPolicy(ComposedPolicy):
             name="oled",
             retention=_retention(options, context),
             allocation=_allocation(options, context),
-            dispatch=build_dispatch(context, options.dispatch, options.reuse_weight, options.swaps),
+            dispatch=build_dispatch(context, options),
         )
         self.options = options
 
@@ -77,8 +87,9 @@ def _allocation(options: OledOptions, context: PolicyContext) -> Allocation:
     return AdaptiveAllocation(context, decay=options.decay, interval=options.interval)
 
 
-def build_dispatch(context: PolicyContext, choice: DispatchChoice, reuse_weight: float, swaps: int) -> Dispatch:
+def build_dispatch(context: PolicyContext, options: DispatchOptions) -> Dispatch:
     """The dispatch rule by name. Raises UsageError where it needs a CPU backend and there is none."""
+    choice = options.dispatch
     if choice == "auto":
         choice = "oled" if context.cpu_available else "gpu"
     if choice == "gpu":
@@ -91,9 +102,9 @@ def build_dispatch(context: PolicyContext, choice: DispatchChoice, reuse_weight:
     if choice == "cpu":
         return ComputeAll(context)
     if choice == "makespan":
-        return MakespanDispatch(context, reuse_weight=reuse_weight)
-    weight = 0.0 if choice == "load" else reuse_weight
-    return BalancedDispatch(context, reuse_weight=weight, swaps=swaps)
+        return MakespanDispatch(context, reuse_weight=options.reuse_weight)
+    weight = 0.0 if choice == "load" else options.reuse_weight
+    return BalancedDispatch(context, reuse_weight=weight, swaps=options.swaps)
 
 
 ENTRIES = (

@@ -13,7 +13,7 @@ from oled_jax.policies.certainty import MissingCertainty
 from oled_jax.policies.composed import ComposedPolicy
 from oled_jax.policies.learned import LearnedFile, open_learned
 from oled_jax.policies.marginal import MarginalAllocation
-from oled_jax.policies.oled import DispatchChoice, build_dispatch
+from oled_jax.policies.oled import DispatchOptions, build_dispatch
 from oled_jax.policies.options import PolicyEntry, require_range
 from oled_jax.policies.prefetch import KnownResidents
 from oled_jax.policies.reuse import ExpectedReuse
@@ -21,8 +21,8 @@ from oled_jax.policies.token_table import TokenTable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OledPlusOptions:
-    """allocation: marginal or uniform. dispatch, reuse_weight, swaps: as in `oled`.
+class OledPlusOptions(DispatchOptions):
+    """allocation: marginal or uniform.
 
     stage: most pages fetched between two passes; 0: none, and token ids are not learned. certainty: how much likelier a
     page must be to be used by the next pass than the one it replaces, to be fetched. tokens: most token ids remembered.
@@ -31,17 +31,13 @@ class OledPlusOptions:
     """
 
     allocation: Literal["marginal", "uniform"] = "marginal"
-    dispatch: DispatchChoice = "auto"
-    reuse_weight: float = 1.0
-    swaps: int = 8
     stage: int = 0
     certainty: float = 0.8
     tokens: int = 4096
     table: str = "off"
 
     def __post_init__(self) -> None:
-        require_range(self, "reuse_weight", 0.0)
-        require_range(self, "swaps", 0)
+        super().__post_init__()
         require_range(self, "stage", 0)
         require_range(self, "certainty", 0.0, 1.0)
         require_range(self, "tokens", 1)
@@ -58,7 +54,7 @@ class OledPlusPolicy(ComposedPolicy):
 
     def __init__(self, options: OledPlusOptions, context: PolicyContext) -> None:
         shape = {"num_layers": context.num_layers, "num_experts": context.num_experts, "top_k": context.top_k}
-        dispatch = build_dispatch(context, options.dispatch, options.reuse_weight, options.swaps)
+        dispatch = build_dispatch(context, options)
         table = TokenTable(**shape, tokens=options.tokens) if options.stage else None
         self._reuse = ExpectedReuse(context, table, as_shares=dispatch.uses_cpu)
         self._margins = MarginalAllocation(context) if options.allocation == "marginal" else None

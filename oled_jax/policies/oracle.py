@@ -1,6 +1,5 @@
 """Policies that know the future: bounds to compare with, not systems. They run on recorded routing only."""
 
-import dataclasses
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -16,22 +15,9 @@ from oled_jax.policies.base import (
 )
 from oled_jax.policies.composed import Allocation, ComposedPolicy, Retention
 from oled_jax.policies.dispatch import TransferAll
-from oled_jax.policies.oled import DispatchChoice, build_dispatch
-from oled_jax.policies.options import NoOptions, PolicyEntry, require_range
+from oled_jax.policies.oled import DispatchOptions, build_dispatch
+from oled_jax.policies.options import NoOptions, PolicyEntry
 from oled_jax.policies.retention import Priority
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OracleOptions:
-    """dispatch, reuse_weight, swaps: of the misses that remain, as in `oled`."""
-
-    dispatch: DispatchChoice = "auto"
-    reuse_weight: float = 1.0
-    swaps: int = 8
-
-    def __post_init__(self) -> None:
-        require_range(self, "reuse_weight", 0.0)
-        require_range(self, "swaps", 0)
 
 
 def required_future(context: PolicyContext) -> FutureRouting:
@@ -90,14 +76,14 @@ class OraclePolicy(ComposedPolicy):
     residents free of charge and transfers the rest. Source: the ideal bound of the OLED-MoE paper.
     """
 
-    def __init__(self, options: OracleOptions, context: PolicyContext) -> None:
+    def __init__(self, options: DispatchOptions, context: PolicyContext) -> None:
         self._division = OracleAllocation(context)
         super().__init__(
             context,
             name="oracle",
             retention=Priority(context),
             allocation=self._division,
-            dispatch=build_dispatch(context, options.dispatch, options.reuse_weight, options.swaps),
+            dispatch=build_dispatch(context, options),
         )
 
     def free_residents(self) -> Bool[np.ndarray, "L E"]:
@@ -162,7 +148,7 @@ ENTRIES = (
         name="oracle",
         summary="ideal bound: the next experts are resident free of charge, as many as fit (needs a trace)",
         build=OraclePolicy,
-        options=OracleOptions,
+        options=DispatchOptions,
         needs_future=True,
         simulated_only=True,
     ),
