@@ -20,7 +20,7 @@ from oled_jax.decode.events import Event, PassEvent, Result
 from oled_jax.passes import PassKind
 
 ARCHIVE = Path(__file__).parents[1] / "golden" / "golden.tar.xz"
-FILES = {False: "llada2-tiny-generate.json", True: "llada21-tiny-generate.json"}
+FILES = {"./llada2-tiny-generate.json": False, "./llada21-tiny-generate.json": True}  # and whether tokens are edited
 CONFIDENCE_ATOL = 5e-5  # README.md of the golden data
 
 Run = Callable[[Sequence[int], Mapping[str, Any]], tuple[Iterable[Event], Result]]
@@ -134,12 +134,16 @@ class GoldenCase:
 @functools.cache
 def golden_cases() -> tuple[GoldenCase, ...]:
     """All 81 cases, read from the archive, for parametrized tests."""
-    cases = []
-    with tarfile.open(ARCHIVE) as archive:
-        for editing, file in FILES.items():
-            member = archive.extractfile(f"./{file}")
-            assert member is not None
-            cases += [GoldenCase(editing, case) for case in json.load(member)["cases"]]
+    cases: list[GoldenCase] = []
+    # As a stream: going back in the archive would unpack it from its beginning again, in every process that collects.
+    with tarfile.open(ARCHIVE, "r|xz") as archive:
+        for member in archive:
+            if member.name in FILES:
+                file = archive.extractfile(member)
+                assert file is not None
+                cases += [GoldenCase(FILES[member.name], case) for case in json.load(file)["cases"]]
+            if len({case.editing for case in cases}) == len(FILES):
+                break
     return tuple(cases)
 
 

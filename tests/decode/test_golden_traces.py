@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from decode.golden_traces import DEVIATIONS, GoldenCase, compare, golden_cases
 from fake_denoisers import ReplayDenoiser, decode
-from golden_traces import DEVIATIONS, GoldenCase, compare, golden_cases
 
 from oled_jax.config import DecodingConfig
 from oled_jax.decode.events import Event, Result
