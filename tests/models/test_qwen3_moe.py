@@ -1,69 +1,28 @@
-"""SDAR-MoE and RND1: parity with the reference's intermediate values, rung by rung, and their configuration keys.
+"""SDAR-MoE and RND1: parity with the reference's intermediate values, rung by rung, and their configuration keys."""
 
-All cases of a family run as one batch, padded to one length: a mask keeps the padding out.
-"""
-
-import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from golden_checkpoints import Checkpoint, compiled, load_checkpoint
-from safetensors.numpy import load_file
+from golden_forward import GATE_TOLERANCE, HIDDEN_TOLERANCE, GoldenForward, check_model
 
 from oled_jax.errors import UsageError
 from oled_jax.models.registry import config_from_hf
 from oled_jax.models.rope import rotary_tables
-from oled_jax.models.trunk import full_mask
 
-HIDDEN_TOLERANCE, LOGIT_TOLERANCE, GATE_TOLERANCE = 1e-4, 1e-4, 1e-5
 LAYERS = range(3)
 RAW = {"model_type": "sdar_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-class Padded:
-    """The golden cases of a family, stacked: [rows, T, ...], and which positions are real."""
-
-    def __init__(self, golden: Path, name: str) -> None:
-        cases: dict[str, dict[str, np.ndarray]] = {}
-        for key, value in load_file(golden / f"{name}-tiny-forward.safetensors").items():
-            case, _, tensor = key.partition("/")
-            cases.setdefault(case, {})[tensor] = value
-        assert set(cases) == set(json.loads((golden / f"{name}-tiny-forward.json").read_text())["cases"])
-        self.T = max(case["input_ids"].shape[1] for case in cases.values())
-        self.tensors = {
-            tensor: np.concatenate([self._pad(case[tensor], 1) for case in cases.values()])
-            for tensor in next(iter(cases.values()))
-            if tensor != "attention_mask"
-        }
-        self.real = np.concatenate([self._pad(np.ones(case["input_ids"].shape, bool), 1) for case in cases.values()])
-        if name == "rnd1":  # attention goes both ways: the reference takes no mask
-            self.mask = np.asarray(full_mask(jnp.asarray(self.real)))
-        else:
-            masks = [self._pad(self._pad(case["attention_mask"][:, 0], 1), 2) for case in cases.values()]
-            self.mask = np.concatenate(masks).astype(bool)
-
-    def _pad(self, array: np.ndarray, axis: int) -> np.ndarray:
-        width = [(0, self.T - array.shape[axis] if number == axis else 0) for number in range(array.ndim)]
-        return np.pad(array, width)
-
-    def same(self, actual: Any, tensor: str, tolerance: float = HIDDEN_TOLERANCE) -> None:
-        """The real positions agree; tolerance 0: exactly."""
-        expected = self.tensors[tensor]
-        actual = np.asarray(actual).reshape(expected.shape)
-        np.testing.assert_allclose(actual[self.real], expected[self.real], rtol=0, atol=tolerance, err_msg=tensor)
-
-
 @pytest.fixture(scope="module", params=["sdar", "rnd1"])
-def family(request: pytest.FixtureRequest, golden: Path) -> tuple[Checkpoint, Padded]:
-    return load_checkpoint(golden / f"{request.param}-tiny"), Padded(golden, request.param)
+def family(request: pytest.FixtureRequest, golden: Path) -> tuple[Checkpoint, GoldenForward]:
+    return load_checkpoint(golden / f"{request.param}-tiny"), GoldenForward(golden, f"{request.param}-tiny")
 
 
-def test_every_part_of_every_layer(family: tuple[Checkpoint, Padded]) -> None:
+def test_every_part_of_every_layer(family: tuple[Checkpoint, GoldenForward]) -> None:
     """Each part is fed the reference's values, so the first that fails names the cause."""
     checkpoint, cases = family
     assert checkpoint.experts is not None
@@ -87,22 +46,8 @@ def test_every_part_of_every_layer(family: tuple[Checkpoint, Padded]) -> None:
         cases.same(actual, tensor, 0 if exact else GATE_TOLERANCE if "weight" in tensor else HIDDEN_TOLERANCE)
 
 
-def test_model(family: tuple[Checkpoint, Padded]) -> None:
-    checkpoint, cases = family
-
-    def recording(layer: int, x: Any, ids: Any, gates: Any, carry: dict[int, Any]) -> tuple[Any, dict[int, Any]]:
-        assert checkpoint.experts is not None
-        y, _ = checkpoint.experts(layer, x, ids, gates, None)
-        return y, {**carry, layer: ids}
-
-    inputs = [cases.tensors[name] for name in ("input_ids", "position_ids")]
-    run = functools.partial(checkpoint.model, experts=recording, carry={})
-    hidden, cache, chosen = compiled(run, *map(jnp.asarray, (*inputs, cases.mask)))
-    assert cache is None
-    cases.same(hidden, "final_norm")
-    cases.same(checkpoint.model.logits(hidden), "logits", LOGIT_TOLERANCE)
-    for layer in LAYERS:
-        cases.same(chosen[layer], f"layers.{layer}.topk_idx", 0)
+def test_model(family: tuple[Checkpoint, GoldenForward]) -> None:
+    check_model(*family)
 
 
 def test_keys_that_a_file_lacks() -> None:
