@@ -1,6 +1,7 @@
 """Every policy in the engine: same tokens as `all`, same bits where nothing ran on the CPU, residency always sound."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -52,17 +53,17 @@ def outcome(engine, block_length):
 
 
 @pytest.fixture(scope="module")
-def block_length(request):
-    return request.param
+def reference(model):
+    """By block length: tokens of `all`; logits of one policy at one capacity (test_lossless.py compares capacities)."""
 
+    @functools.cache
+    def of(block_length):
+        tokens, _ = outcome(build(*model, "all"), block_length)
+        same_tokens, logits = outcome(build(*model, "lru", CAPACITIES[1], slots=SLOTS), block_length)
+        assert same_tokens == tokens
+        return tokens, logits
 
-@pytest.fixture(scope="module")
-def reference(model, block_length):
-    """Tokens of `all`; logits of one policy at one capacity (test_lossless.py compares all capacities)."""
-    tokens, _ = outcome(build(*model, "all"), block_length)
-    same_tokens, logits = outcome(build(*model, "lru", CAPACITIES[1], slots=SLOTS), block_length)
-    assert same_tokens == tokens
-    return tokens, logits
+    return of
 
 
 @pytest.mark.parametrize(
@@ -76,40 +77,41 @@ def reference(model, block_length):
             for policy in TRANSFERRING
         ),
     ],
-    indirect=["block_length"],
 )
 def test_policies_that_transfer_give_the_same_bits(model, reference, block_length, policy, capacity):
     engine = build(*model, policy, capacity, slots=SLOTS)
     tokens, logits = outcome(engine, block_length)
-    assert tokens == reference[0]
-    for mine, expected in zip(logits, reference[1], strict=True):
+    expected_tokens, expected_logits = reference(block_length)
+    assert tokens == expected_tokens
+    for mine, expected in zip(logits, expected_logits, strict=True):
         np.testing.assert_array_equal(mine, expected)
     assert engine.statistics.summary(*PassKind).to_cpu == 0
 
 
 @pytest.mark.parametrize("policy", ON_CPU)
-@pytest.mark.parametrize("block_length", [8, *OTHER_LENGTHS], indirect=True)
+@pytest.mark.parametrize("block_length", [8, *OTHER_LENGTHS])
 def test_policies_that_use_the_cpu_give_the_same_tokens(model, reference, block_length, policy):
     engine = build(*model, policy, CAPACITIES[0], cpu="numpy", slots=SLOTS)
     tokens, logits = outcome(engine, block_length)
     engine.close()
-    assert tokens == reference[0]
-    for mine, expected in zip(logits, reference[1], strict=True):
+    expected_tokens, expected_logits = reference(block_length)
+    assert tokens == expected_tokens
+    for mine, expected in zip(logits, expected_logits, strict=True):
         np.testing.assert_allclose(mine, expected, atol=CPU_ATOL)
     assert engine.statistics.summary(PassKind.DENOISE).to_cpu > 0, "nothing ran on the CPU: this says nothing"
     assert engine.statistics.summary(PassKind.PREFILL).to_cpu == 0 or policy.startswith(("kt", "tide"))
 
 
 @pytest.mark.parametrize("backend", ["xla", "numba"])
-@pytest.mark.parametrize("block_length", [8], indirect=True)
-def test_every_cpu_backend_serves_the_engine(model, reference, block_length, backend):
+def test_every_cpu_backend_serves_the_engine(model, reference, backend):
     if backend == "numba":
         pytest.importorskip("numba")
     engine = build(*model, "oled:dispatch=cpu", CAPACITIES[0], cpu=backend, slots=SLOTS)
-    tokens, logits = outcome(engine, block_length)
+    tokens, logits = outcome(engine, 8)
     engine.close()
-    assert tokens == reference[0]
-    for mine, expected in zip(logits, reference[1], strict=True):
+    expected_tokens, expected_logits = reference(8)
+    assert tokens == expected_tokens
+    for mine, expected in zip(logits, expected_logits, strict=True):
         np.testing.assert_allclose(mine, expected, atol=CPU_ATOL)
 
 
