@@ -77,10 +77,10 @@ def test_a_conversation_that_outgrows_its_memory_is_refused_and_stays_as_it_was(
 
 def test_turns_and_commands(say):
     code, out, err = say("", "hello", "/stats", "/help", "/nothing", "/reset", "hello", "x" * 300, "/exit", "never")
-    answers = out.splitlines()
+    answers = out.split("\n")  # the answers of random weights hold other characters that end a line
     assert code == 0
     assert answers[0] == answers[1] != ""
-    assert len(answers) == 2
+    assert answers[2:] == [""]
     for words in ("1 whole answers, 20 tokens", "cache: oled, capacity 6 of 32", "no command /nothing", "Ctrl-C stops"):
         assert words in err
     assert "(/reset begins a new conversation)" in err

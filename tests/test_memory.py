@@ -111,7 +111,7 @@ def test_unknown_amounts_refuse_nothing():
 
 def test_printed_plan_names_every_part():
     text = "\n".join(plan(device_free=50_000_000).lines())
-    for part in ("trunk", "KV cache", "18 + 8 slots", "activations", "expert store", "50.0 MB free"):
+    for part in ("trunk", "KV cache", "12 + 8 slots", "activations", "expert store", "50.0 MB free"):
         assert part in text
 
 

@@ -73,14 +73,14 @@ def test_figures_fit_together(paged):
         assert cache["bytes_h2d"] == (cache["to_gpu"] + cache["prefetched"]) * page
         activated = cache["hits"] + cache["misses"]
         assert cache["hit_rate"] == cache["hits"] / activated
-        assert cache["activation_ratio"] == pytest.approx(activated / (cache["passes"] * 3 * 32))
-        assert sum(cache["capacities"]) == 3 * cache["capacity"] == 18
+        assert cache["activation_ratio"] == pytest.approx(activated / (cache["passes"] * 2 * 32))
+        assert sum(cache["capacities"]) == 2 * cache["capacity"] == 12
         parts = cache["planning_us"]
         assert parts["total"] == pytest.approx(sum(parts.values()) - parts["total"])
     assert statistics["cache"]["bytes_per_token"] == statistics["cache"]["bytes_h2d"] / 24
     assert statistics["cache_prefill"]["bytes_per_token"] is None
-    assert statistics["memory"]["store_bytes"] == 3 * 32 * page
-    assert statistics["memory"]["pool_bytes"] == (18 + 32) * page
+    assert statistics["memory"]["store_bytes"] == 2 * 32 * page
+    assert statistics["memory"]["pool_bytes"] == (12 + 32) * page
 
 
 def test_passes_are_those_of_the_requests(paged):

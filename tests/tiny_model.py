@@ -19,7 +19,7 @@ EOS, MASK = "<eos>", "<mask>"
 
 RAW_CONFIG: dict[str, Any] = {
     "model_type": "llada2_moe", "dtype": "float32", "vocab_size": VOCABULARY, "hidden_size": 64,
-    "num_hidden_layers": 4, "first_k_dense_replace": 1, "intermediate_size": 128, "moe_intermediate_size": 32,
+    "num_hidden_layers": 3, "first_k_dense_replace": 1, "intermediate_size": 128, "moe_intermediate_size": 32,
     "num_experts": 32, "num_experts_per_tok": 4, "num_shared_experts": 1, "n_group": 4, "topk_group": 2,
     "routed_scaling_factor": 2.5, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "rope_theta": 600000.0, "max_position_embeddings": 4096, "use_bias": False,
