@@ -22,6 +22,9 @@ from oled_jax.policies.registry import make_policy
 from oled_jax.program import PassInputs
 
 GREEDY = DecodingConfig(mask_id=511, eos_id=508, gen_length=24, block_length=8, threshold=0.5, fold_commits=False)
+# Of a pool for all pages of the golden model, and five more. Engines with pools of one size share their programs, over
+# files, too: compiling is most of what these tests cost.
+SLOTS = 3 * 32 + 5
 jitted_logits = jax.jit(head_logits)
 
 
@@ -97,8 +100,7 @@ def build(
 ) -> RecordedEngine:
     """An engine under a policy that records its logits; "all" holds every page.
 
-    cpu: backend for misses. slots: size of the pool, if larger than it need be. Engines whose pools have one size share
-    their programs, and compiling is most of what these tests cost.
+    cpu: backend for misses. slots: size of the pool, if larger than it need be.
     """
     engine = build_plain(config, source, policy, capacity, spare=spare, cpu=cpu, carrier=carrier)
     if slots is not None:

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from engines import build, open_tiny, run
+from engines import SLOTS, build, open_tiny, run
 
 from oled_jax.passes import PassKind
 
@@ -12,7 +12,6 @@ pytestmark = pytest.mark.usefixtures("roomy_kv_cache")
 
 L, E, K, SPARE = 3, 32, 4, 5
 CAPACITIES = (1, K - 1, K, K + 1, 8, 16, E - 1, E)
-SLOTS = L * E + SPARE  # of the largest pool: with it, all capacities run the same programs
 # One prompt of several prefill blocks and one shorter than a block; the answers take several blocks.
 PROMPTS = [[int(token) for token in np.random.default_rng(3).integers(0, 500, 90)], [5, 6, 7, 8, 9]]
 
@@ -55,7 +54,14 @@ def test_logits_are_bit_identical_at_every_capacity(model, yardstick, policy, ca
 
 
 @pytest.mark.parametrize(
-    ("capacity", "spare"), [(1, 1), (2, E), *((capacity, SPARE) for capacity in CAPACITIES if capacity > 1)]
+    ("capacity", "spare"),
+    [
+        (1, 1),
+        (2, E),
+        (K, SPARE),
+        # The pool of capacity E is the yardstick's.
+        *(pytest.param(capacity, SPARE, marks=pytest.mark.exhaustive) for capacity in (K - 1, K + 1, 8, 16, E - 1)),
+    ],
 )
 def test_the_size_of_the_pool_and_of_its_spare_part_changes_nothing(model, yardstick, capacity, spare):
     """Pools as users have them, a program for each size: decoding at all of them, prefill where `spare` differs."""
@@ -93,6 +99,7 @@ def test_resident_experts_agree_within_float32_noise(model, yardstick):
     assert_same(outcome(build(*model, "all")), yardstick, close)
 
 
+@pytest.mark.exhaustive  # test_batches.py has more such batches, at three capacities
 def test_a_batch_of_unequal_prompts_gives_each_row_its_own_text(model, yardstick):
     results = run(build(*model, "oled", 8), PROMPTS)
     assert [result.output_ids for result in results] == [ids for ids, _ in yardstick]
