@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from engines import GREEDY, build, open_tiny
+from engines import GREEDY, SLOTS, build, open_tiny
 
 from oled_jax.config import RopeScaling
 from oled_jax.decode.events import BlockEvent, FinishEvent
@@ -18,7 +18,7 @@ PROMPT = np.random.default_rng(0).integers(0, 500, 29).tolist()
 
 @pytest.fixture(scope="module")
 def engine(golden):
-    return build(*open_tiny(golden), "oled:dispatch=gpu", 6)
+    return build(*open_tiny(golden), "oled:dispatch=gpu", 6, slots=SLOTS)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import GREEDY, build, check_residency, context, open_tiny, run
+from engines import GREEDY, SLOTS, build, check_residency, context, open_tiny, run
 
 from oled_jax.policies.lru import LruPolicy
 
@@ -35,7 +35,7 @@ class Breaks(LruPolicy):
 def test_an_exception_in_a_policy_reaches_the_caller_and_the_engine_lives_on(golden, fuse):
     config, source = open_tiny(golden)
     policy = Breaks(context(config, 4))
-    engine = build(config, source, policy, carrier="portable")
+    engine = build(config, source, policy, slots=SLOTS, carrier="portable")
     expected = run(engine, [[1, 2, 3]])[0].output_ids
     policy.fuse = fuse
     with pytest.raises(PolicyBrokeError, match="in layer"):
@@ -45,7 +45,7 @@ def test_an_exception_in_a_policy_reaches_the_caller_and_the_engine_lives_on(gol
 
 
 def test_an_engine_refuses_two_runs_at_once(golden):
-    engine = build(*open_tiny(golden), "lru", 4, carrier="portable")
+    engine = build(*open_tiny(golden), "lru", 4, slots=SLOTS, carrier="portable")
     first = engine.stream([[1, 2, 3]], GREEDY)
     next(first)
     with pytest.raises(RuntimeError, match="already generating"):

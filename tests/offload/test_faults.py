@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from engines import GREEDY, build, build_plain, check_residency, context, open_golden, open_tiny, run
+from engines import GREEDY, SLOTS, build, build_plain, check_residency, context, open_golden, open_tiny, run
 
 from oled_jax.errors import PolicyError
 from oled_jax.offload.cpu_experts.workers import ThreadedCpuExperts
@@ -23,7 +23,7 @@ def model(golden):
 @pytest.fixture(scope="module")
 def expected(model):
     """What an engine of the same shape answers where nothing breaks."""
-    return run(build(*model, "lru", 3), [PROMPT])[0].output_ids
+    return run(build(*model, "lru", 3, slots=SLOTS), [PROMPT])[0].output_ids
 
 
 class Keeps(LruPolicy):
@@ -41,7 +41,7 @@ class Keeps(LruPolicy):
 
 def test_an_illegal_decision_is_an_error_that_names_the_policy(model, expected):
     policy = Keeps(context(model[0], 3))
-    engine = build(*model, policy)
+    engine = build(*model, policy, slots=SLOTS)
     with pytest.raises(PolicyError, match=r"policy 'lru', layer \d: it keeps \d+ experts, the capacity is 3"):
         run(engine, [PROMPT])
     check_residency(engine)
@@ -54,7 +54,7 @@ class BackendBrokeError(Exception):
 
 
 def test_a_cpu_backend_that_raises_reaches_the_caller(model, expected, monkeypatch):
-    engine = build(*model, "oled:dispatch=cpu", 3, cpu="numpy")
+    engine = build(*model, "oled:dispatch=cpu", 3, cpu="numpy", slots=SLOTS)
     compute, calls = engine.cpu_experts._compute, []
 
     def failing(*operands):
@@ -72,7 +72,7 @@ def test_a_cpu_backend_that_raises_reaches_the_caller(model, expected, monkeypat
 
 
 def test_a_cpu_backend_that_returns_nan_is_named(model, expected, monkeypatch):
-    engine = build(*model, "oled:dispatch=cpu", 3, cpu="numpy")
+    engine = build(*model, "oled:dispatch=cpu", 3, cpu="numpy", slots=SLOTS)
     compute, calls = engine.cpu_experts._compute, []
 
     def poisoned(*operands):
@@ -89,7 +89,7 @@ def test_a_cpu_backend_that_returns_nan_is_named(model, expected, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # dying is what is tested
 def test_a_worker_that_dies_is_noticed_and_replaced(model, expected, monkeypatch):
-    engine = build(*model, "oled:dispatch=cpu", 3, cpu="numpy")
+    engine = build(*model, "oled:dispatch=cpu", 3, cpu="numpy", slots=SLOTS)
     assert isinstance(engine.cpu_experts, ThreadedCpuExperts)
     compute, calls = engine.cpu_experts._compute, []
 
