@@ -1,6 +1,5 @@
 """Policies that know the future: bounds to compare with, not systems. They run on recorded routing only."""
 
-
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
