@@ -254,7 +254,7 @@ def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--fold-commits",
         action=argparse.BooleanOptionalAction,
-        help="store a finished block's keys and values in the next block's first pass; not RND1",
+        help="store a finished block's keys and values in the next block's first pass (default: on a GPU; not RND1)",
     )
     add(
         "--pad-id", type=whole_number(0), metavar="ID", help="token behind the answer (RND1; default: the checkpoint's)"

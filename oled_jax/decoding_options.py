@@ -1,4 +1,5 @@
-"""How a run decodes: flag, else mode, else generation_config.json, else the family's model card, else the default.
+"""How a run decodes: flag, else mode, else generation_config.json, else the family's model card, else the default,
+which may depend on the device.
 
 A mode is a set of values that the model card names. A flag that could have no effect is refused.
 """
@@ -7,10 +8,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from oled_jax.config import DecodingConfig
 from oled_jax.decode.registry import RULE_SETTINGS, RULES
 from oled_jax.errors import UsageError
 from oled_jax.loading import OpenedModel
+from oled_jax.machine import is_unified
 from oled_jax.models.llada2 import LLADA2, LLADA21
 from oled_jax.models.registry import Family, siblings
 from oled_jax.text import TokenIds, resolve_token_ids
@@ -68,6 +72,7 @@ def decoding_for(model: OpenedModel, flags: Mapping[str, Any]) -> tuple[Decoding
         generation_config=model.generation_config,
         raw_config=model.raw_config,
         ids=ids,
+        defaults=device_defaults(jax.local_devices()[0]),
     )
     if decoding.pad_id is not None and decoding.pad_id >= model.config.vocab_size:
         raise UsageError(f"--pad-id {decoding.pad_id} lies outside the vocabulary of {model.config.vocab_size} tokens")
@@ -81,6 +86,7 @@ def resolve_decoding(
     generation_config: Mapping[str, Any],
     ids: TokenIds,
     raw_config: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> DecodingConfig:
     """The effective decoding settings.
 
@@ -88,6 +94,7 @@ def resolve_decoding(
       flags: what the user gave, by field of `DecodingConfig`, and `mode`; other names are ignored.
       generation_config: the checkpoint's, with Hugging Face's names, the family's or the fields' own.
       raw_config: `config.json`; counts for the family's own keys (`Family.decoding_keys`).
+      defaults: what holds where no other source says anything, instead of the fields' own defaults.
 
     Raises:
       UsageError: a flag without effect, or an impossible value.
@@ -97,7 +104,7 @@ def resolve_decoding(
     preset = _preset(flags.get("mode"), given, family)
     stored = {**_family_keys(raw_config or {}, family, "config.json"), **_from_checkpoint(generation_config)}
     stored |= _family_keys(generation_config, family, "generation_config.json")
-    values = {**family.decoding, **stored, **preset, **given, **dataclasses.asdict(ids)}
+    values = {**(defaults or {}), **family.decoding, **stored, **preset, **given, **dataclasses.asdict(ids)}
     del values["notes"]
     decoding = DecodingConfig(**values)
     _refuse_idle(given, decoding, family)
@@ -105,6 +112,15 @@ def resolve_decoding(
         # Programs are compiled for these values, although nothing depends on them.
         return dataclasses.replace(decoding, top_k=None, top_p=None, seed=0)
     return decoding
+
+
+def device_defaults(device: jax.Device) -> dict[str, Any]:
+    """Settings whose faster value depends on the device (docs/performance-notes.md, "Folded commits").
+
+    A pass over two blocks costs a GPU little more than one over one: it reads the same pages. A CPU computes more rows
+    for each of them.
+    """
+    return {"fold_commits": not is_unified(device)}
 
 
 def idle_fields(decoding: DecodingConfig) -> tuple[str, ...]:

@@ -3,13 +3,14 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from oled_jax.config import DecodingConfig
 from oled_jax.decode.registry import RULES, acceptance_rule
-from oled_jax.decoding_options import effective_settings, resolve_decoding
+from oled_jax.decoding_options import device_defaults, effective_settings, resolve_decoding
 from oled_jax.errors import UsageError
 from oled_jax.models.registry import FAMILIES, family_named
 from oled_jax.text import TokenIds
@@ -22,6 +23,7 @@ def resolve(
     flags: Mapping[str, Any] | None = None,
     raw_config: Mapping[str, Any] | None = None,
     generation_config: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> DecodingConfig:
     return resolve_decoding(
         flags or {},
@@ -29,6 +31,7 @@ def resolve(
         generation_config=generation_config or {},
         raw_config=raw_config,
         ids=IDS,
+        defaults=defaults,
     )
 
 
@@ -40,6 +43,16 @@ def test_a_familys_defaults_are_its_first_rule(family: Any) -> None:
     for rule in family.rules:
         assert RULES[rule].whole_text == decoding.whole_text
         assert resolve(family.name, {"rule": rule}).rule_name == rule
+
+
+def test_defaults_of_a_device_are_the_last_word() -> None:
+    gpu, cpu = (device_defaults(SimpleNamespace(platform=platform)) for platform in ("gpu", "cpu"))
+    assert (gpu, cpu) == ({"fold_commits": True}, {"fold_commits": False})
+    assert resolve("llada2", defaults=gpu).fold_commits
+    assert not resolve("llada2", {"fold_commits": False}, defaults=gpu).fold_commits
+    assert resolve("llada2", {"fold_commits": True}, defaults=cpu).fold_commits
+    assert resolve("llada2", defaults={"block_length": 4}).block_length == 32  # the family's card says so
+    assert effective_settings(resolve("rnd1", defaults=gpu))["fold_commits"] is None
 
 
 def test_keys_of_the_checkpoint(golden: Path) -> None:
