@@ -36,6 +36,7 @@ def model(tiny_model):
             yield model
 
 
+@pytest.mark.slow
 def test_importing_is_cheap_and_loading_prepares_jax(tiny_model):
     subprocess.run([sys.executable, "-c", IMPORTING, str(tiny_model)], check=True, timeout=120)
     with pytest.raises(AttributeError, match="no attribute 'lode'"):

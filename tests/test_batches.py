@@ -55,6 +55,7 @@ def test_each_row_is_what_it_is_alone(engines, alone, batch, capacity):
     assert any(result.finish == "length" for result in results)
 
 
+@pytest.mark.slow
 def test_what_a_row_draws_does_not_depend_on_when_it_enters(engines):
     sampled = dataclasses.replace(GREEDY, temperature=1.0, seed=3)
     prompts = [*PROMPTS[:6], PROMPTS[0]]  # the last one is the first again, and draws anew
@@ -129,6 +130,7 @@ def run(monkeypatch, tmp_path, tiny_model, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_the_command_answers_a_file_in_its_order(run, tmp_path):
     (tmp_path / "p.txt").write_text("a\n\nbcdefghijklm\r\nc\n", encoding="utf-8")
     lines = [{"prompt": "c", "id": "last"}, {"prompt_ids": [ord("a") - 33]}, {"prompt": "bcdefghijklm", "answer": 3}]

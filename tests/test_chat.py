@@ -46,6 +46,7 @@ def finished(conversation, text):
     return conversation.messages[-1]["content"]
 
 
+@pytest.mark.slow
 def test_a_kept_conversation_says_what_a_fresh_one_says(model):
     conversation = Conversation(model, "Be brief.", **SETTINGS)
     for text in ("one two three", "four", "five six"):

@@ -43,6 +43,7 @@ def _names(line: str) -> list[str]:
     return [name if "/" in name or not folder else f"{folder}/{name}" for name in names]
 
 
+@pytest.mark.slow
 def test_the_python_example_runs(monkeypatch, capsys):
     monkeypatch.setenv(MEMORY_FRACTION_VARIABLE, "0.5")  # that opening a model sets it ends with the test
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.S)

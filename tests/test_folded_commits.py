@@ -67,6 +67,7 @@ def test_a_folded_pass_is_the_two_passes(engine, prompt):
         np.testing.assert_allclose(logits, other, rtol=0, atol=ATOL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
 def test_requests_that_come_and_go_have_the_text_of_runs_that_commit(engine, changes):
     alone = [run(engine, [prompt], dataclasses.replace(COMMITTING, **changes))[0] for prompt in PROMPTS]
@@ -75,6 +76,7 @@ def test_requests_that_come_and_go_have_the_text_of_runs_that_commit(engine, cha
     assert all(result.passes[PassKind.COMMIT] == 0 for result in results)
 
 
+@pytest.mark.slow
 def test_a_row_in_its_last_block_has_room_for_a_pass_over_two(engine, monkeypatch):
     """It writes nothing behind its text when another row folds; a KV cache without room there would be damaged."""
     monkeypatch.setattr(session, "kv_capacity", TIGHT)
@@ -112,6 +114,7 @@ def test_the_end_token_ends_a_text_as_it_does_in_a_run_that_commits(engine):
         assert result.passes == {**expected.passes, PassKind.COMMIT: 0}
 
 
+@pytest.mark.slow
 def test_nothing_compiles_once_a_run_has_begun(engine):
     batch = [PROMPTS[1], PROMPTS[3]]
     events = engine.stream(batch, FOLDING)
@@ -122,6 +125,7 @@ def test_nothing_compiles_once_a_run_has_begun(engine):
     assert (forward_pass._cache_size(), sample._cache_size()) == compiled
 
 
+@pytest.mark.slow
 def test_a_conversation_keeps_what_folded_passes_stored(engine):
     def answer(kept, prompt, until=None):
         stream = engine.stream([prompt], FOLDING, kept=kept)
@@ -143,6 +147,7 @@ def test_a_conversation_keeps_what_folded_passes_stored(engine):
     assert kept.reused == 4 * L
 
 
+@pytest.mark.slow
 def test_a_trace_of_folded_passes(engine, tmp_path):
     """As the trace of the run that commits, with commit passes folded afterwards; and as local."""
     for name, decoding in (("folded", FOLDING), ("committing", COMMITTING)):

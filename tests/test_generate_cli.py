@@ -253,10 +253,12 @@ assert not xla_bridge.backends_are_initialized(), "the backend started before it
 """
 
 
+@pytest.mark.slow
 def test_opening_a_model_starts_no_backend(golden):
     subprocess.run([sys.executable, "-c", OPENING, str(golden / "llada2-tiny")], check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_keeps_compiled_programs(tiny_model, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != CACHE_VARIABLE}
     environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

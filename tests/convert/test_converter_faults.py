@@ -216,6 +216,7 @@ def files_of_at_most(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_write_refused_by_the_system(golden, tmp_path, run):
     """The trunk's arrays are below the limit, the pages above: what was done is used by the next run."""
     tiny, made = golden / "llada2-tiny", tmp_path / "made"

@@ -63,6 +63,7 @@ def save(directory, state, tokenizer, moments=True):
     save_state(directory, state, moments=moments, tokenizer=tokenizer, raw_config=RAW, record=record)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_as_if_never_interrupted(tokenizer, tmp_path):
     whole, _, losses = run(tokenizer, random_state(), until=6)
     half, progress, first = run(tokenizer, random_state(), until=3)

@@ -68,6 +68,7 @@ def test_fixed_texts_paged_and_resident(model, decoding):
         engine.close()
 
 
+@pytest.mark.slow
 def test_the_command_says_the_same_without_a_flag_on_decoding(capsys, tmp_path):
     prompt, text = next(iter(TEXTS.items()))
     flags = ["--dtype", "float32", "--expert-cache", str(CAPACITY), "--stats-json", str(tmp_path / "s.json")]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cpu_expert_cases import DTYPES, check, make, make_pages, make_work, run
 
+from oled_jax.offload.cpu_experts import numba_kernel
 from oled_jax.offload.cpu_experts import BACKENDS
 
 STRESS = Path(__file__).with_name("cpu_expert_stress.py")
@@ -157,3 +158,13 @@ class TestEveryBackend:
     def test_no_deadlock_under_a_program_on_the_same_cores(self, name: str, stress: str) -> None:
         make(name, make_pages(DTYPES[2])).close()  # skips what is not installed
         assert f"finished 1000 {name} {1000 * 2 * 4}\n" in stress  # pages: 2 layers, 4 experts each
+
+
+def test_the_numba_kernel_does_without_a_place_to_keep_it(monkeypatch):
+    def njit(cache=False, **_):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr(numba_kernel, "njit", njit)
+    assert numba_kernel._compiled(abs) is abs

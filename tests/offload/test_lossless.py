@@ -57,8 +57,8 @@ def test_logits_are_bit_identical_at_every_capacity(model, yardstick, policy, ca
     ("capacity", "spare"),
     [
         (1, 1),
-        (2, E),
-        (K, SPARE),
+        pytest.param(2, E, marks=pytest.mark.slow),
+        pytest.param(K, SPARE, marks=pytest.mark.slow),
         # The pool of capacity E is the yardstick's.
         *(pytest.param(capacity, SPARE, marks=pytest.mark.exhaustive) for capacity in (K - 1, K + 1, 8, 16, E - 1)),
     ],

@@ -65,6 +65,7 @@ def test_resident_experts_agree_within_float32_noise(family, yardstick):
     assert_same(outcome(build(config, source, "all"), decoding), yardstick, close)
 
 
+@pytest.mark.slow
 def test_whole_texts_of_unequal_length_in_a_batch_are_each_their_own(golden):
     """Sampled: what a row draws does not depend on the others either, nor on their length."""
     config, source = open_golden(golden / "rnd1-tiny")

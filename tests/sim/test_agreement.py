@@ -107,6 +107,7 @@ def test_a_replay_is_the_run_where_commits_are_folded(model, tmp_path, policy, c
     assert any(step.info.folds is not None for step in open_trace(tmp_path / "run.trace"))
 
 
+@pytest.mark.slow
 def test_a_replay_of_a_run_with_everything_resident(model, tmp_path):
     engine = build_plain(*model, "all")
     with engine.record(tmp_path / "run.trace", DECODING):

@@ -155,6 +155,7 @@ def test_plots_are_pictures(trace, tmp_path):
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in (tmp_path / "plots").iterdir())
 
 
+@pytest.mark.slow
 def test_the_module_runs(trace):
     command = [sys.executable, "-m", "oled_jax.sim", trace, "--policy", "lru", "--capacity", "4", "--jobs", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -237,6 +237,7 @@ def test_recording_changes_nothing(watched, plain):
         np.testing.assert_array_equal(logits, expected)
 
 
+@pytest.mark.slow
 def test_everything_resident_records_the_same(model, watched, plain, tmp_path):
     engine = build_plain(*model, "all")
     with engine.record(tmp_path / "t.npz", GREEDY, hidden=True) as writer:

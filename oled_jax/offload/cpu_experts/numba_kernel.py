@@ -35,10 +35,19 @@ def _widen(context: Any, bits: Any) -> Any:
     return types.float32(bits), formats[bits]
 
 
+def _compiled(function: Any) -> Any:
+    """Compiled when it is called, or found where an earlier process has left it: compiling takes seconds."""
+    options = {"nogil": True, "fastmath": FAST}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # neither beside this file nor in the user's cache directory can anything be written
+        return njit(**options)(function)
+
+
 # Two weight rows against four or two tokens: each value loaded is used in two or more products.
 
 
-@njit(nogil=True, fastmath=FAST)
+@_compiled
 @no_type_check  # numba compiles the plain function, not one wrapped in shape checks
 def _dots4(v: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     va = vb = vc = vd = wa = wb = wc = wd = np.float32(0)
@@ -55,7 +64,7 @@ def _dots4(v: Any, w: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     return (va, vb, vc, vd), (wa, wb, wc, wd)
 
 
-@njit(nogil=True, fastmath=FAST)
+@_compiled
 @no_type_check
 def _dots2(v: Any, w: Any, a: Any, b: Any) -> Any:
     va = vb = wa = wb = np.float32(0)
@@ -68,7 +77,7 @@ def _dots2(v: Any, w: Any, a: Any, b: Any) -> Any:
     return (va, vb), (wa, wb)
 
 
-@njit(nogil=True, fastmath=FAST)
+@_compiled
 @no_type_check
 def _two_rows(v: Any, w: Any, x: Any, out_v: Any, out_w: Any) -> None:
     """out_v[k] = v . x[k] and out_w[k] = w . x[k] for an even number of tokens."""
@@ -84,7 +93,7 @@ def _two_rows(v: Any, w: Any, x: Any, out_v: Any, out_w: Any) -> None:
         (out_v[k], out_v[k + 1]), (out_w[k], out_w[k + 1]) = _dots2(v, w, x[k], x[k + 1])
 
 
-@njit(nogil=True, fastmath=FAST)
+@_compiled
 @no_type_check
 def expert(gate_up: Any, down: Any, x: Any, first: int, width: int) -> Any:
     """down[:, s] @ (silu(gate @ x) * (up @ x))[s], s = first : first + width.
