@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from cpu_expert_cases import DTYPES, check, make, make_pages, make_work, run
 
-from oled_jax.offload.cpu_experts import numba_kernel
-from oled_jax.offload.cpu_experts import BACKENDS
+from oled_jax.offload.cpu_experts import BACKENDS, numba_kernel
 
 STRESS = Path(__file__).with_name("cpu_expert_stress.py")
 
