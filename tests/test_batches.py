@@ -42,7 +42,7 @@ def alone(engines):
 LARGE = [pytest.param(32, capacity, marks=pytest.mark.exhaustive) for capacity in (1, 32)]
 
 
-@pytest.mark.parametrize(("batch", "capacity"), [(1, 32), (5, 6), (5, 1), *LARGE])
+@pytest.mark.parametrize(("batch", "capacity"), [(1, 32), (5, 1), pytest.param(5, 6, marks=pytest.mark.slow), *LARGE])
 def test_each_row_is_what_it_is_alone(engines, alone, batch, capacity):
     chosen = range(len(PROMPTS)) if batch < 32 else [SHORT[i % len(SHORT)] for i in range(33)]
     results = engines[capacity].generate([PROMPTS[i] for i in chosen], GREEDY, batch=batch)

@@ -67,7 +67,7 @@ def test_every_recording_is_here(golden: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "folds"),
     [
-        *((name, False) for name in SDAR_CASES),
+        *(pytest.param(name, False, marks=[pytest.mark.slow] * (number % 2)) for number, name in enumerate(SDAR_CASES)),
         *((name, True) for name in FOLDED_CASES),
         *(pytest.param(name, True, marks=pytest.mark.exhaustive) for name in SDAR_CASES if name not in FOLDED_CASES),
     ],

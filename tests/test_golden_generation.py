@@ -29,7 +29,12 @@ def folded(case: GoldenCase, marks):
 @pytest.mark.parametrize(
     ("case", "folds"),
     [
-        *(pytest.param(case, False, id=case.name) for case in CASES),
+        # Every second one belongs to the slow tests: rules and order of passes are tested with all of them elsewhere
+        # (decode/test_golden_traces.py).
+        *(
+            pytest.param(case, False, id=case.name, marks=[pytest.mark.slow] * (number % 2))
+            for number, case in enumerate(CASES)
+        ),
         *(folded(case, ()) for case in CASES[::20]),
         *(folded(case, pytest.mark.exhaustive) for number, case in enumerate(CASES) if number % 20),
     ],

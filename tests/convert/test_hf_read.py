@@ -173,6 +173,7 @@ print((peak_bytes() - before) / weights)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["bfloat16", "float32"])
 def test_peak_memory_is_that_of_the_weights(tmp_path, source, kept):
     """The peak of a process of its own grows by at most 1.15 x the weights, cast or not."""

@@ -46,8 +46,15 @@ def test_nothing_compiles_after_warm_up(engine):
     assert compiled == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("carrier", ["portable", "native"])
+@pytest.mark.parametrize(
+    ("carrier", "dtype"),
+    [
+        ("portable", "bfloat16"),
+        ("native", "float32"),
+        pytest.param("portable", "float32", marks=pytest.mark.slow),
+        pytest.param("native", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_the_compiled_pass_never_copies_the_pool(golden, dtype, carrier):
     """Compiled, but not run, for a pool so large that as little as 25 temporary bytes a slot would show."""
     if carrier == "native" and native.extension is None:

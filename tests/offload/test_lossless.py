@@ -56,7 +56,7 @@ def test_logits_are_bit_identical_at_every_capacity(model, yardstick, policy, ca
 @pytest.mark.parametrize(
     ("capacity", "spare"),
     [
-        (1, 1),
+        pytest.param(1, 1, marks=pytest.mark.slow),
         pytest.param(2, E, marks=pytest.mark.slow),
         pytest.param(K, SPARE, marks=pytest.mark.slow),
         # The pool of capacity E is the yardstick's.

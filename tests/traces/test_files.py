@@ -240,6 +240,7 @@ def open_quietly(path):
         return open_trace(path)
 
 
+@pytest.mark.slow
 def test_a_kill_inside_a_flush_loses_that_chunk_only(tmp_path, flushes):
     before, after, start = flushes
     path = tmp_path / "t.npz"
