@@ -20,6 +20,8 @@ class CacheShares:
     def __init__(self, places: int, num_experts: int) -> None:
         self._places, self._num_experts = places, num_experts
         self._counted = np.zeros(places, bool)
+        self._counts = False  # some row does
+        self._waiting: list[tuple[np.ndarray, ...]] = []  # layers of this pass that are not divided yet
         self._passes = np.zeros(places, np.int64)
         self._activated = np.zeros(places, np.int64)
         self._hits = np.zeros(places, np.int64)
@@ -27,7 +29,8 @@ class CacheShares:
 
     def begin_pass(self, counted: Bool[np.ndarray, " B"]) -> None:
         """A pass starts; these rows denoise or edit in it, the others do something else or nothing."""
-        self._counted = counted.copy()
+        self._divide_all()
+        self._counted, self._counts = counted.copy(), bool(counted.any())
         self._passes += counted
 
     def add(
@@ -40,18 +43,35 @@ class CacheShares:
     ) -> None:
         """Counts a layer of the pass, B rows of N / B tokens.
 
+        What belongs to which row is found out when the pass is over: now the layer waits, with cold caches.
+
         Args:
+          expert_ids: may change after the call; the other arrays stay.
           hits: activated experts that were resident before misses were handled.
           to_gpu: misses that were transferred.
           num_activated: experts that any row activates.
         """
-        if not self._counted.any():
+        if not self._counts:
             return
-        if self._places == 1:  # nothing to divide, and the layer waits: dividing takes as long as planning does
+        if self._places == 1:  # nothing to divide
             self._activated += num_activated
             self._hits += hits.size
             self._transferred += to_gpu.size
-            return
+        else:
+            self._waiting.append((expert_ids.copy(), token_mask, hits, to_gpu))
+
+    def _divide_all(self) -> None:
+        for layer in self._waiting:
+            self._divide(*layer)
+        self._waiting.clear()
+
+    def _divide(
+        self,
+        expert_ids: Int[np.ndarray, "N K"],
+        token_mask: Bool[np.ndarray, " N"],
+        hits: Int[np.ndarray, " H"],
+        to_gpu: Int[np.ndarray, " G"],
+    ) -> None:
         B, E = self._places, self._num_experts
         keys = expert_ids.reshape(B, -1) + np.arange(B)[:, None] * E
         real = np.repeat(token_mask.reshape(B, -1), expert_ids.shape[1], axis=1)
@@ -65,6 +85,7 @@ class CacheShares:
 
     def take(self, place: int) -> CacheShare:
         """The figures of the row that had this place; the next one starts with none."""
+        self._divide_all()
         counts = self._passes, self._activated, self._hits, self._transferred
         passes, activated, hits, transferred = (count[place].item() for count in counts)
         for count in counts:

@@ -37,11 +37,10 @@ def _widen(context: Any, bits: Any) -> Any:
 
 def _compiled(function: Any) -> Any:
     """Compiled when it is called, or found where an earlier process has left it: compiling takes seconds."""
-    options = {"nogil": True, "fastmath": FAST}
     try:
-        return njit(cache=True, **options)(function)
+        return njit(nogil=True, fastmath=FAST, cache=True)(function)
     except RuntimeError:  # neither beside this file nor in the user's cache directory can anything be written
-        return njit(**options)(function)
+        return njit(nogil=True, fastmath=FAST)(function)
 
 
 # Two weight rows against four or two tokens: each value loaded is used in two or more products.
