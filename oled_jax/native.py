@@ -6,7 +6,9 @@ The environment variable OLED_JAX_NATIVE=off leaves it out although it was built
 
 import importlib
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -19,8 +21,17 @@ def _load() -> tuple[ModuleType | None, str]:
         return None, f"it is switched off ({SWITCH}=off)"
     try:
         return importlib.import_module("oled_jax._native"), ""
+    except ModuleNotFoundError as error:
+        return None, "these are the sources: python -P takes the installed package" if _installed() else str(error)
     except ImportError as error:
         return None, str(error)
+
+
+def _installed() -> Path | None:
+    """The extension of another copy of this package on the path, as `pip install` leaves one beside a checkout."""
+    here = Path(__file__).parent
+    copies = (Path(entry, here.name) for entry in sys.path)
+    return next((file for copy in copies if copy.resolve() != here for file in copy.glob("_native*.so")), None)
 
 
 # The module, or None; then UNAVAILABLE says why.

@@ -280,6 +280,19 @@ def test_a_manager_plans_alike_under_every_policy(policy, monkeypatch):
         np.testing.assert_array_equal(mine, other)
 
 
+def test_sources_beside_an_installed_package_say_so(monkeypatch, tmp_path):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.delenv("OLED_JAX_NATIVE", raising=False)
+    monkeypatch.setattr(native.importlib, "import_module", missing)
+    monkeypatch.setattr(native.sys, "path", [str(tmp_path)])
+    assert native._load() == (None, "No module named 'oled_jax._native'")
+    (tmp_path / "oled_jax").mkdir()
+    (tmp_path / "oled_jax" / "_native.cpython-311-x86_64-linux-gnu.so").touch()
+    assert native._load() == (None, "these are the sources: python -P takes the installed package")
+
+
 def test_the_extension_can_be_switched_off():
     program = (
         "from oled_jax import native; from oled_jax.policies.base import choose_residents as f;"
