@@ -61,10 +61,10 @@ def command(argv: Sequence[str]) -> None:
     options = build_parser().parse(argv)
     check_json_target(options.json)
     if options.once:
-        starts = [{"start": "this process", **_start(options)}]
+        starts = [_start(options) | {"start": "this process"}]
     else:
         with tempfile.TemporaryDirectory(prefix="oled_jax_programs_") as folder:
-            starts = [{"start": name, **_child(argv, folder)} for name in ("cold", "warm")]
+            starts = [_child(argv, folder) | {"start": name} for name in ("cold", "warm")]
     report = {
         "version": 1,
         "bench": "startup",
@@ -85,25 +85,19 @@ def command(argv: Sequence[str]) -> None:
 def _child(argv: Sequence[str], folder: str) -> dict[str, Any]:
     """One start in a process of its own. Raises UsageError if it fails, which it has explained."""
     words = [sys.executable, "-m", "oled_jax.bench", "startup", *argv, "--once", "--json", STDOUT]
-    environment = os.environ | {CACHE_VARIABLE: folder}
+    # As this process was: with `python -P` the installed package, not sources in the working directory.
+    environment = os.environ | {CACHE_VARIABLE: folder} | ({"PYTHONSAFEPATH": "1"} if sys.flags.safe_path else {})
     ended = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if ended.returncode:
         raise UsageError(f"the process that was to start ended with code {ended.returncode}")
     (start,) = json.loads(ended.stdout)["starts"]
-    del start["start"]
-    return start
+    return dict(start)
 
 
 def _start(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each step of this process, which must have done nothing before."""
     ends = [process_age_s()]
-    cached = dict.fromkeys(CACHE_EVENTS.values(), 0)
-
-    def count(event: str, **_: Any) -> None:
-        if event in CACHE_EVENTS:
-            cached[CACHE_EVENTS[event]] += 1
-
-    jax.monitoring.register_event_listener(count)
+    cached = _count_programs()
     config = config_from_hf(PUBLISHED[options.size])
     config = dataclasses.replace(config, num_hidden_layers=options.layers or fitting_layers(config))
     prepare_runtime(store_bytes(config))
@@ -125,6 +119,22 @@ def _start(options: argparse.Namespace) -> dict[str, Any]:
         ends.append(process_age_s())
     seconds = np.diff([0.0, *ends]).tolist()
     found = {f"{step}_s": taken for step, taken in zip(STEPS, seconds, strict=True)}
-    without = ends[-1] - found["weights_s"]
-    layers = {"layers": config.num_hidden_layers}
-    return layers | found | {"without_weights_s": without} | cached | {"machine": describe_machine(device)}
+    return {
+        "layers": config.num_hidden_layers,
+        **found,
+        "without_weights_s": ends[-1] - found["weights_s"],
+        **cached,
+        "machine": describe_machine(device),
+    }
+
+
+def _count_programs() -> dict[str, int]:
+    """Programs that this process finds compiled and that it compiles, by the names of `CACHE_EVENTS`, from now on."""
+    cached = dict.fromkeys(CACHE_EVENTS.values(), 0)
+
+    def count(event: str, **_: Any) -> None:
+        if event in CACHE_EVENTS:
+            cached[CACHE_EVENTS[event]] += 1
+
+    jax.monitoring.register_event_listener(count)
+    return cached

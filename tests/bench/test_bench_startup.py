@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 from tiny_model import RAW_CONFIG
@@ -28,6 +29,23 @@ def test_steps_add_up_to_the_age_of_the_process(tiny_size, tmp_path):
     assert before < sum(steps) <= process_age_s()
     assert start["without_weights_s"] == pytest.approx(sum(steps) - start["weights_s"])
     assert start["programs_found"] + start["compiled"] > 0
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_its_processes_look_for_the_package_where_it_did(monkeypatch, safe):
+    """`python -P` keeps sources in the working directory from standing before the installed package."""
+    environments = []
+
+    def run(words, env, **_):
+        environments.append(env)
+        return subprocess.CompletedProcess(words, 2, "")
+
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setattr(startup, "sys", SimpleNamespace(executable="python", flags=SimpleNamespace(safe_path=safe)))
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(UsageError):
+        startup.command([])
+    assert [env.get("PYTHONSAFEPATH") for env in environments] == ["1" if safe else None]
 
 
 def test_a_process_that_fails_is_named(monkeypatch):
