@@ -40,8 +40,8 @@ WeightFormat weight_format(const std::string& dtype) {
   throw std::invalid_argument("CPU experts (native): no weights are " + dtype);
 }
 
-// The engine with the sizes that arrays are checked against, and its outputs. Python keeps the hidden
-// states alive.
+// The engine with the sizes that arrays are checked against, and its outputs. Python keeps the
+// hidden states alive.
 class PyCpuExperts {
  public:
   PyCpuExperts(const std::vector<std::tuple<Bytes, Bytes>>& layers, const std::string& dtype,
@@ -93,7 +93,8 @@ class PyCpuExperts {
       outcome = engine_.collect(layer);
     }
     auto& [sums, tokens] = output.mapped();
-    nb::capsule owner(sums.get(), [](void* memory) noexcept { delete[] static_cast<float*>(memory); });
+    nb::capsule owner(sums.get(),
+                      [](void* memory) noexcept { delete[] static_cast<float*>(memory); });
     nb::ndarray<nb::numpy, float> array(sums.release(), {tokens, static_cast<size_t>(D_)}, owner);
     return nb::make_tuple(array, outcome.not_finite, outcome.pages, outcome.busy_us,
                           outcome.span_us, outcome.wait_us);
@@ -132,8 +133,9 @@ class PyCpuExperts {
   };
 
   const int64_t row_bytes_, D_;
-  std::unordered_map<int64_t, Output> outputs_;  // by layer, of what was not collected; holds the GIL
-  CpuExperts engine_;                            // ends before the memory that its threads write to
+  // By layer, of what was not collected. Guarded by the GIL.
+  std::unordered_map<int64_t, Output> outputs_;
+  CpuExperts engine_;  // ends before the memory that its threads write to
 };
 
 }  // namespace
@@ -149,8 +151,8 @@ void bind_cpu_experts(nb::module_& module) {
            "expert_ids"_a, "gates"_a, "token_mask"_a,
            "hidden: [N, bytes of a token], unchanged until the share is collected or dropped.")
       .def("collect", &PyCpuExperts::collect, "layer"_a,
-           "(output, position of the first expert whose result is not finite or -1, pages, busy_us, "
-           "span_us, wait_us)")
+           "(output, position of the first expert whose result is not finite or -1, pages, "
+           "busy_us, span_us, wait_us)")
       .def("reset", &PyCpuExperts::reset)
       .def("close", &PyCpuExperts::close);
   module.def("cpu_isa_levels", &isa_levels,

@@ -75,7 +75,8 @@ void ThreadPool::submit(std::shared_ptr<Task> task) {
     std::lock_guard lock(mutex_);
     queue_.push_back(std::move(task));
   }
-  // Waking a thread takes microseconds, and who submits has more to do: the first thread wakes the others.
+  // Waking a thread takes microseconds, and who submits has more to do: the first thread wakes the
+  // others.
   submitted_.notify_one();
 }
 

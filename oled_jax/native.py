@@ -27,11 +27,11 @@ def _load() -> tuple[ModuleType | None, str]:
         return None, str(error)
 
 
-def _installed() -> Path | None:
-    """The extension of another copy of this package on the path, as `pip install` leaves one beside a checkout."""
+def _installed() -> bool:
+    """Another copy of this package on the path has the extension, as where `pip install` was run in a checkout."""
     here = Path(__file__).parent
     copies = (Path(entry, here.name) for entry in sys.path)
-    return next((file for copy in copies if copy.resolve() != here for file in copy.glob("_native*.so")), None)
+    return any(any(copy.glob("_native*.so")) for copy in copies if copy.resolve() != here)
 
 
 # The module, or None; then UNAVAILABLE says why.

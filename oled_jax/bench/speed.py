@@ -96,10 +96,14 @@ def command(argv: Sequence[str]) -> None:
     bed = TestBed(config, slots=largest * config.num_moe_layers + DEFAULT_SPARE)
     note(f"weights in memory after {bed.load_s:.1f} s")
     traces = {False: trace, True: fold_commits(trace)} if options.fold_commits else {False: trace}
+    futures = dict.fromkeys(traces)
+    if any(POLICIES[parse_policy(case.policy)[0]].needs_future for case in cases):
+        futures = {folded: _future(replayed, options.repeats) for folded, replayed in traces.items()}
     rows = []
     for case in cases:
         for folded, replayed in traces.items():
-            rows.append({"folded": folded, **_measure(bed, case, replayed, options.repeats)})
+            measured = _measure(bed, case, replayed, options.repeats, futures[folded])
+            rows.append({"folded": folded, **measured})
             note(_line(rows[-1]))
     report = {
         "version": 1,
@@ -157,13 +161,14 @@ def _trace(options: argparse.Namespace, config: ModelConfig) -> Trace:
     return MemoryTrace(trace.header, tuple(trace))
 
 
-def _measure(bed: TestBed, case: Case, trace: Trace, repeats: int) -> dict[str, Any]:
+def _future(trace: Trace, repeats: int) -> FutureRouting:
+    """Of all replays of the trace, the first included."""
+    return FutureRouting(activated=np.concatenate([future_of(trace).activated] * (1 + repeats)))
+
+
+def _measure(bed: TestBed, case: Case, trace: Trace, repeats: int, future: FutureRouting | None) -> dict[str, Any]:
     """One row. The first replay compiles and fills the cache, and is not counted."""
     sampling = greedy_sampling(bed.config)
-    future = None
-    if POLICIES[parse_policy(case.policy)[0]].needs_future:
-        once = future_of(trace).activated
-        future = FutureRouting(activated=np.concatenate([once] * (1 + repeats)))
     with bed.engine(case, future) as engine:
         replay = EngineReplay(engine, trace, sampling)
         list(replay.run())

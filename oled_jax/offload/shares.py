@@ -29,7 +29,7 @@ class CacheShares:
 
     def begin_pass(self, counted: Bool[np.ndarray, " B"]) -> None:
         """A pass starts; these rows denoise or edit in it, the others do something else or nothing."""
-        self._divide_all()
+        self._divide()
         self._counted, self._counts = counted.copy(), bool(counted.any())
         self._passes += counted
 
@@ -60,32 +60,23 @@ class CacheShares:
         else:
             self._waiting.append((expert_ids.copy(), token_mask, hits, to_gpu))
 
-    def _divide_all(self) -> None:
-        for layer in self._waiting:
-            self._divide(*layer)
-        self._waiting.clear()
-
-    def _divide(
-        self,
-        expert_ids: Int[np.ndarray, "N K"],
-        token_mask: Bool[np.ndarray, " N"],
-        hits: Int[np.ndarray, " H"],
-        to_gpu: Int[np.ndarray, " G"],
-    ) -> None:
+    def _divide(self) -> None:
         B, E = self._places, self._num_experts
-        keys = expert_ids.reshape(B, -1) + np.arange(B)[:, None] * E
-        real = np.repeat(token_mask.reshape(B, -1), expert_ids.shape[1], axis=1)
-        activated = np.zeros((B, E), bool)
-        activated.reshape(-1)[keys[real]] = True
-        waiting = activated[:, to_gpu]
-        transferred = (waiting / np.maximum(waiting.sum(axis=0), 1)).sum(axis=1)
-        self._activated += self._counted * activated.sum(axis=1)
-        self._hits += self._counted * activated[:, hits].sum(axis=1)
-        self._transferred += self._counted * transferred
+        for expert_ids, token_mask, hits, to_gpu in self._waiting:
+            keys = expert_ids.reshape(B, -1) + np.arange(B)[:, None] * E
+            real = np.repeat(token_mask.reshape(B, -1), expert_ids.shape[1], axis=1)
+            activated = np.zeros((B, E), bool)
+            activated.reshape(-1)[keys[real]] = True
+            waiting = activated[:, to_gpu]
+            transferred = (waiting / np.maximum(waiting.sum(axis=0), 1)).sum(axis=1)
+            self._activated += self._counted * activated.sum(axis=1)
+            self._hits += self._counted * activated[:, hits].sum(axis=1)
+            self._transferred += self._counted * transferred
+        self._waiting.clear()
 
     def take(self, place: int) -> CacheShare:
         """The figures of the row that had this place; the next one starts with none."""
-        self._divide_all()
+        self._divide()
         counts = self._passes, self._activated, self._hits, self._transferred
         passes, activated, hits, transferred = (count[place].item() for count in counts)
         for count in counts:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from oled_jax.passes import PassKind
-from oled_jax.traces.trace import MemoryTrace, Trace, TracePass
+from oled_jax.traces.trace import MemoryTrace, Trace, TracePass, arrays_of
 
 # What a pass over rows of several kinds is as a whole: the first of these that a row is.
 RANK = (PassKind.DENOISE, PassKind.EDIT, PassKind.COMMIT, PassKind.PREFILL)
@@ -59,6 +59,5 @@ def _ended(step: TracePass) -> TracePass:
 
 def _joined(parts: Sequence[Any], kind: PassKind) -> Any:
     """Records of single rows as one of the whole pass."""
-    names = [name for name, value in vars(parts[0]).items() if isinstance(value, np.ndarray)]
-    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays_of(parts[0])}
     return dataclasses.replace(parts[0], kind=kind, **joined)

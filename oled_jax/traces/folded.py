@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from oled_jax.passes import PassKind
-from oled_jax.traces.trace import MemoryTrace, Trace, TracePass
+from oled_jax.traces.trace import MemoryTrace, Trace, TracePass, arrays_of
 
 
 def fold_commits(trace: Trace) -> MemoryTrace:
@@ -49,9 +49,7 @@ def _joined(commit: TracePass, step: TracePass, block_length: int) -> TracePass:
 def _both(finished: Any, own: Any, block_length: int, **changes: Any) -> Any:
     """Records of a pass. In the finished blocks is no mask, and nothing was written."""
     arrays = {
-        name: _side_by_side(getattr(finished, name), value, block_length)
-        for name, value in vars(own).items()
-        if isinstance(value, np.ndarray)
+        name: _side_by_side(getattr(finished, name), value, block_length) for name, value in arrays_of(own).items()
     }
     return dataclasses.replace(own, **arrays, **changes)
 

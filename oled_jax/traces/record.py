@@ -14,7 +14,7 @@ from jaxtyping import Float32, Int, Int32
 import oled_jax
 from oled_jax.config import DecodingConfig, ModelConfig
 from oled_jax.policies.base import IterationOutcome, PassInfo
-from oled_jax.traces.trace import COSINE_GAPS, TraceHeader, TracePass
+from oled_jax.traces.trace import COSINE_GAPS, TraceHeader, TracePass, arrays_of
 
 _Record = TypeVar("_Record", PassInfo, IterationOutcome)
 
@@ -161,7 +161,5 @@ def traced_block_length(decoding: DecodingConfig) -> int:
 
 def _copied(record: _Record) -> _Record:
     """The same with arrays of its own."""
-    arrays: dict[str, Any] = {
-        name: value.copy() for name, value in vars(record).items() if isinstance(value, np.ndarray)
-    }
+    arrays: dict[str, Any] = {name: value.copy() for name, value in arrays_of(record).items()}
     return dataclasses.replace(record, **arrays)

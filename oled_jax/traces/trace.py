@@ -102,6 +102,11 @@ class MemoryTrace:
         return iter(self.passes)
 
 
+def arrays_of(record: PassInfo | IterationOutcome) -> dict[str, np.ndarray]:
+    """The record's arrays, by field."""
+    return {name: value for name, value in vars(record).items() if isinstance(value, np.ndarray)}
+
+
 def first_pass(trace: Trace, request: int) -> int:
     """Number of the pass before which a request begins, counted from 0; all passes if there is no such request."""
     begun = 0

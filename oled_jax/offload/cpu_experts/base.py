@@ -25,7 +25,8 @@ LayerPages = tuple[Float[np.ndarray, "E F2 D"], Float[np.ndarray, "E D F"]]
 
 @dataclasses.dataclass(slots=True, kw_only=True)  # not frozen: one is made for every layer, and freezing costs 2 us
 class CpuWork:
-    """One layer's CPU share, which nobody changes. The arrays are the caller's until `collect` or `reset` returns.
+    """One layer's CPU share. Nobody changes it. The arrays are the caller's, unchanged until `collect` or `reset`
+    returns.
 
     hidden: in the dtype of the weights. experts: those computed here, each named once. expert_ids, gates: the
     router's result; a token names an expert at most once. token_mask: False for padding, which adds nothing.
