@@ -14,7 +14,7 @@ struct Bfloat16Dot {
   static constexpr int kStep = 32;
   static constexpr int kBytes = 2;
   static constexpr int kInputBytes = 2;
-  static constexpr int64_t kAhead = 1536;  // these products run through weights faster than widened ones
+  static constexpr int64_t kAhead = Simd::kAhead;
 
   template <int>
   static __m512bh weights(const std::byte* p) {

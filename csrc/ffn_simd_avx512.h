@@ -10,7 +10,7 @@ namespace {
 struct Avx512 {
   static constexpr int kLanes = 16;
   static constexpr int kFewTokens = 4, kManyRows = 4, kManyTokens = 4;
-  static constexpr int64_t kAhead = 768;
+  static constexpr int64_t kAhead = 1536;
   using Vec = __m512;
 
   static Vec zero() { return _mm512_setzero_ps(); }

@@ -98,6 +98,7 @@ void Pager::route(Stream stream, const RouteCall& call) {
     link_->to_host(stream, inbox_.data + aligned(packed_bytes), call.hidden,
                    call.tokens * call.hidden_bytes);
   }
+  account();
   link_->synchronize(stream);
   statistics_.transport_us += microseconds_since(start);
 
@@ -131,6 +132,12 @@ void Pager::route(Stream stream, const RouteCall& call) {
   }
   wanted_.notify_one();
   statistics_.issue_us += microseconds_since(planned);
+}
+
+// Lets the manager count what it planned last: the device has not come as far as this layer yet.
+void Pager::account() {
+  nb::gil_scoped_acquire gil;
+  manager_.attr("account")();
 }
 
 // Asks the manager. Leaves its plan in the outbox.

@@ -113,6 +113,7 @@ class Pager {
 
   void reserve(Buffer& buffer, size_t bytes);
   const Views& views(const RouteCall& call);
+  void account();
   void plan(const RouteCall& call);
   void read_plan(const RouteCall& call);
   void mark_busy();

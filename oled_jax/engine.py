@@ -283,9 +283,12 @@ class Engine:
             self._rebuild_pool()
             raise
         if self.manager is not None:
-            if self.manager.failure is not None and self.mover is not None:
-                self.mover.reset()
-            self.manager.raise_failure()
+            try:
+                self.manager.end_pass()
+            except BaseException:
+                if self.mover is not None:
+                    self.mover.reset()
+                raise
         elif outputs.routes is not None:
             self._count_routes(info, np.asarray(outputs.routes))
         if recording is not None:

@@ -115,7 +115,7 @@ def run(
             taken[number, layer] = (time.perf_counter() - start) * 1e6
             if layout.fields(plan)["cpu_pairs"][0]:
                 manager.collect(layer, hidden.shape)
-        manager.raise_failure()
+        manager.end_pass()
         manager.end_iteration(step.outcome)
         now = planning_us(manager)
         for part, total in now.items():

@@ -23,7 +23,7 @@ RATIO = _or_null({"type": "number", "minimum": 0, "maximum": 1})
 TEXT = {"type": "string"}
 FLAG = {"type": "boolean"}
 
-PLANNING = _object(**dict.fromkeys(("priority", "allocation", "dispatch", "residency", "total"), SECONDS))
+PLANNING = _object(**dict.fromkeys(("priority", "allocation", "dispatch", "residency", "total", "accounting"), SECONDS))
 CACHE = _object(
     policy=TEXT,
     capacity={"type": "number", "minimum": 1},

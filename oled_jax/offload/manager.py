@@ -1,6 +1,6 @@
 """The cache manager: hits, misses, the policy's decision, slots, the plan. NumPy only, no device array.
 
-One manager belongs to one engine. Between passes the engine's thread calls `begin_*` and `end_iteration`; during a pass
+One manager belongs to one engine. Between passes the engine's thread calls `begin_*` and `end_*`; during a pass
 a carrier calls `on_route` and `collect` once per MoE layer, from a host-callback thread. The two never overlap, because
 the engine waits for a pass before it goes on; so there is no lock.
 """
@@ -76,7 +76,8 @@ class CacheManager:
         self._loads = np.zeros(context.num_experts, np.int64)  # of the layer that is being planned
         self._info: PassInfo | None = None
         self._pass_number = 0
-        self._planning_us = 0.0
+        self._planning_us = self._accounting_us = 0.0
+        self._settled: tuple[LayerRouting, Decision] | None = None  # is not counted yet
         self._wanted: dict[int, list[PageRequest]] = {}
         self._divided = np.full(context.num_layers, -1)  # capacities that every layer is known to keep to
 
@@ -109,8 +110,9 @@ class CacheManager:
         if self.idle:
             return
         self._info = info
+        self._settled = None
         self._pass_number += 1
-        self._planning_us = 0.0
+        self._planning_us = self._accounting_us = 0.0
         self.policy.begin_iteration(info)
 
     def end_iteration(self, outcome: IterationOutcome) -> list[Move]:
@@ -123,14 +125,18 @@ class CacheManager:
         parts = dict(self.policy.clock.micros)
         self.policy.clock.micros = dict.fromkeys(parts, 0.0)
         residency = total - sum(parts.values())
-        self.statistics.add_planning(outcome.kind, {**parts, "residency": residency, "total": total})
+        parts |= {"residency": residency, "total": total, "accounting": self._accounting_us}
+        self.statistics.add_planning(outcome.kind, parts)
         return staged
 
-    def raise_failure(self) -> None:
-        """Raises what a callback of the last pass met, as itself, after forgetting all residents.
+    def end_pass(self) -> None:
+        """A forward pass has run: its last layer is counted.
 
-        The tables may promise pages that never arrived, so nothing they say can be kept.
+        Raises:
+          what a callback met, as itself, after forgetting all residents: the tables may promise pages that never
+          arrived, so nothing they say can be kept.
         """
+        self.account()
         failure, self.failure = self.failure, None
         if failure is not None:
             self.forget()
@@ -143,6 +149,7 @@ class CacheManager:
         self.residency.clear()
         self.policy.forget_residents()
         self.statistics.forget()
+        self._settled = None
         self._wanted.clear()
 
     # During a pass
@@ -165,12 +172,24 @@ class CacheManager:
         if self.failure is not None or self.idle:
             return buffers.layout.empty()
         try:
+            self._count_settled()
             self._plan(layer, packed, hidden, buffers)
         except BaseException as failure:  # it must not cross the callback: the engine raises it
             self.failure = failure
             return buffers.layout.empty()
         self._planning_us += (time.perf_counter() - start) * 1e6
         return buffers.plans[layer]
+
+    def account(self) -> None:
+        """Counts the layer that was planned last, unless that was done. The next layer's `on_route` would do it, too:
+        a carrier that waits for the device has it done meanwhile, so that no layer waits for it.
+        """
+        start = time.perf_counter()
+        try:
+            self._count_settled()
+        except BaseException as failure:  # as in on_route
+            self.failure = self.failure or failure
+        self._accounting_us += (time.perf_counter() - start) * 1e6
 
     def collect(self, layer: int, shape: tuple[int, ...]) -> Float32[np.ndarray, "N D"]:
         """The CPU share of a layer whose plan had any: gated rows summed over k. Zeros after a failure."""
@@ -190,13 +209,12 @@ class CacheManager:
         if info is None or info.token_mask.size != packed.shape[0]:
             raise RuntimeError(f"a route of {packed.shape[0]} tokens arrived outside a pass of that size")
         unpack(packed, info.token_mask, ids, gates, self._loads)
-        if self.recorder is not None:
-            self.recorder.on_route(layer, ids, gates)
         routing = self._routing(layer, ids, gates, self._loads)
         decision = self._decide(routing)
         if decision.to_cpu.size:
             self._start_cpu(routing, decision, hidden)
         write_plan(self._settle(routing, decision), layout, plans[layer])
+        self._settled = routing, decision
 
     # Replays
 
@@ -216,7 +234,10 @@ class CacheManager:
           whatever the policy raises, at once.
         """
         routing = self._routing(layer, ids, gates, loads)
-        return self._settle(routing, self._decide(routing))
+        decision = self._decide(routing)
+        placed = self._settle(routing, decision)
+        self._count(routing, decision)
+        return placed
 
     def place_free_residents(self) -> None:
         """Puts the residents of a policy that has them free of charge in place: replays of the content oracle only."""
@@ -235,8 +256,7 @@ class CacheManager:
         return decision
 
     def _settle(self, routing: LayerRouting, decision: Decision) -> PlacedLayer:
-        """Counts a decision and makes it true in the tables."""
-        self._count(routing, decision)
+        """Makes a decision true in the tables."""
         for other, expert in decision.evict:
             self._evict(other, np.array([expert]))
         placed = place(self.residency, routing, decision)
@@ -299,6 +319,15 @@ class CacheManager:
                 token_mask=routing.info.token_mask,
             )
         )
+
+    def _count_settled(self) -> None:
+        """The routing's lent arrays are still what they were: `unpack` has not been called for another layer."""
+        settled, self._settled = self._settled, None
+        if settled is not None:
+            routing, decision = settled
+            if self.recorder is not None:
+                self.recorder.on_route(routing.layer, routing.expert_ids, routing.gates)
+            self._count(routing, decision)
 
     def _count(self, routing: LayerRouting, decision: Decision) -> None:
         layer, kind, hits, to_gpu = routing.layer, routing.info.kind, routing.hits, decision.to_gpu

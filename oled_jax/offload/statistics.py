@@ -16,7 +16,7 @@ GROUPS = {
     "cache_prefill": (PassKind.PREFILL,),
     "cache_commit": (PassKind.COMMIT,),
 }
-PLANNING_PARTS = ("priority", "allocation", "dispatch", "residency", "total")
+PLANNING_PARTS = ("priority", "allocation", "dispatch", "residency", "total", "accounting")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

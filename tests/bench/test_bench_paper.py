@@ -23,6 +23,7 @@ from oled_jax.bench.paper.record import Method
 from oled_jax.bench.paper.registry import BY_NUMBER, FIGURES
 from oled_jax.bench.paper.schema import SCHEMA
 from oled_jax.bench.paper.subject import RunSettings, Work
+from oled_jax.errors import UsageError
 from oled_jax.loading import open_model
 from oled_jax.machine import MEMORY_FRACTION_VARIABLE
 from oled_jax.models.published import PUBLISHED
@@ -165,6 +166,7 @@ def test_what_the_simulator_estimates(out):
         (["--figure", "x"], "--figure"),
         (["--repeats", "0"], "--repeats"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--layers", "3"], "--layers: --model demo has its own layers"),
         (["--profile", "/nowhere.json"], "--profile /nowhere.json cannot be read"),
         (["--out", "/dev/null/here"], "--out /dev/null/here cannot be made"),
     ],
@@ -211,7 +213,13 @@ def test_a_published_size_says_how_much_of_it_fits(monkeypatch, tmp_path, capsys
     settings = RunSettings(repeats=1, requests=1, backend="numpy", threads=None, carrier="auto", quick=True)
     subject = published.published_subject("flash-random", settings)
     assert subject.config.num_moe_layers == 4
-    assert "5 of 32 layers" in subject.description
+    assert "5 of 32 layers, as many as memory holds" in subject.description
+    fewer = published.published_subject("flash-random", settings, layers=3)
+    assert fewer.config.num_moe_layers == 2
+    assert "3 of 32 layers, as --layers says" in fewer.description
+    for layers in (1, 6):
+        with pytest.raises(UsageError, match=f"--layers {layers}: choose 2 to 5"):
+            published.published_subject("flash-random", settings, layers=layers)
     monkeypatch.setattr(published, "fitting_layers", lambda config: 1)
     assert main(["paper", "--model", "mini-random", "--out", str(tmp_path)]) == 2
     assert "not one MoE layer fits here, its experts take 1.61 GB" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The manager without JAX: rules are enforced, plans are carried out as written, pages land where they should."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def test_every_pair_meets_its_own_page_in_every_round(policy, spare):
             carry_out(contents, manager, layer, ids, manager.on_route(layer, packed(ids)))
             table = manager.residency.slot[layer]
             np.testing.assert_array_equal(contents[table[table >= 0]], layer * E + np.flatnonzero(table >= 0))
-        manager.raise_failure()
+        manager.end_pass()
         manager.end_iteration(outcome())
         manager.residency.check()
 
@@ -114,6 +115,7 @@ def test_padding_is_no_load():
     ids = routes(np.random.default_rng(0))
     plan = manager.layout(N).fields(manager.on_route(0, packed(ids)))
     assert np.count_nonzero(plan["pair_row"] >= 0) == K
+    manager.account()
     assert manager.statistics.summary(PassKind.DENOISE).misses == K
 
 
@@ -159,7 +161,7 @@ def test_an_illegal_decision_names_policy_layer_and_rule(name, message):
     plan = manager.on_route(0, packed(routes(np.random.default_rng(0))))
     np.testing.assert_array_equal(plan, manager.layout(N).empty())
     with pytest.raises(PolicyError, match=f"'scripted', layer 0: .*{message}"):
-        manager.raise_failure()
+        manager.end_pass()
 
 
 def test_after_a_failure_the_rest_of_the_pass_does_nothing_and_the_next_starts_empty():
@@ -177,12 +179,12 @@ def test_after_a_failure_the_rest_of_the_pass_does_nothing_and_the_next_starts_e
     assert plans[0].any()
     np.testing.assert_array_equal(plans[2], manager.layout(N).empty())
     with pytest.raises(KeyError, match="the policy's own error"):
-        manager.raise_failure()
+        manager.end_pass()
     assert manager.residency.counts().tolist() == [0] * L
     failing[0] = False
     manager.begin_pass(info())
     manager.on_route(0, packed(routes(rng)))
-    manager.raise_failure()
+    manager.end_pass()
     assert manager.residency.counts()[0] == 4
 
 
@@ -211,6 +213,7 @@ def test_a_staged_page_replaces_the_lowest_ranked_resident():
     manager = CacheManager(policy, spare=8, page_bytes=1)
     manager.begin_pass(info(tokens=2))
     manager.on_route(0, packed([[3, 7], [5, 1]]))
+    manager.end_pass()
     staged = manager.end_iteration(outcome())
     assert [(layer, expert) for layer, expert, _ in staged] == [(0, 9), (0, 0)]
     assert np.flatnonzero(manager.residency.resident(0)).tolist() == [0, 5, 7, 9]
@@ -219,6 +222,7 @@ def test_a_staged_page_replaces_the_lowest_ranked_resident():
     policy.stage = ()
     manager.begin_pass(info(tokens=2))
     manager.on_route(0, packed([[9, 7], [9, 7]]))
+    manager.account()
     assert manager.statistics.summary(PassKind.DENOISE).prefetch_used == 1
 
 
@@ -238,11 +242,46 @@ def test_a_prefetch_leaves_with_the_plan_of_the_layer_before_its_own():
     assert manager.residency.slot[2, 11] == plan["prefetch_slot"][0]
 
 
+@pytest.mark.parametrize("early", [(), (0,), (0, 1, 2), (0, 0, 2)])
+def test_layers_are_counted_once_whoever_has_it_done(early):
+    """early: after these layers a carrier has time to have them counted. What is lent has changed by the next layer."""
+    heard = []
+    manager = CacheManager(Scripted(), spare=8, page_bytes=1)
+    manager.recorder = SimpleNamespace(on_route=lambda layer, ids, gates: heard.append((layer, ids.tolist())))
+    manager.begin_pass(info(tokens=2))
+    rng = np.random.default_rng(0)
+    ids = [routes(rng, 2) for _ in range(3)]
+    for layer in range(3):
+        manager.on_route(layer, packed(ids[layer]))
+        for _ in range(early.count(layer)):
+            manager.account()
+    manager.end_pass()
+    manager.end_iteration(outcome(tokens=2))
+    assert heard == [(layer, ids[layer].tolist()) for layer in range(3)]
+    summary = manager.statistics.summary(PassKind.DENOISE)
+    assert (summary.passes, summary.misses) == (1, sum(np.unique(each).size for each in ids))
+
+
+def test_a_failure_to_count_is_the_pass_s():
+    def fail(layer, ids, gates):
+        raise OSError("the trace's disk is full")
+
+    manager = CacheManager(Scripted(), spare=8, page_bytes=1)
+    manager.recorder = SimpleNamespace(on_route=fail)
+    for count in (manager.account, lambda: manager.on_route(1, packed([[3, 7], [5, 1]]))):
+        manager.begin_pass(info(tokens=2))
+        manager.on_route(0, packed([[3, 7], [5, 1]]))
+        count()
+        with pytest.raises(OSError, match="disk is full"):
+            manager.end_pass()
+
+
 def test_effective_transfers_are_those_used_by_the_next_pass():
     manager = CacheManager(Scripted(), spare=8, page_bytes=1)
     for ids in ([[3, 7], [5, 1]], [[3, 7], [9, 2]]):
         manager.begin_pass(info(tokens=2))
         manager.on_route(0, packed(ids))
+        manager.end_pass()
     summary = manager.statistics.summary(PassKind.DENOISE)
     assert summary.effective_transfer_ratio == 2 / 6
     assert summary.hit_rate == 2 / 8

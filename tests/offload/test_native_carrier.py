@@ -202,6 +202,9 @@ def test_ten_thousand_layers_leak_nothing():
     class Rotating:
         """Moves every page anew, in rounds of four, and leaves a share to the CPU."""
 
+        def account(self):
+            pass
+
         def on_route(self, layer, packed, hidden):
             flat = layout.empty()
             plan = layout.fields(flat)
@@ -258,6 +261,9 @@ def test_a_page_asked_for_ahead_is_computed_with_before_its_slot_is_given_away()
     layout = PlanLayout(items=items, spare=2)
 
     class Scripted:
+        def account(self):
+            pass
+
         def on_route(self, layer, packed, hidden):
             flat = layout.empty()
             plan = layout.fields(flat)

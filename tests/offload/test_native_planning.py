@@ -251,7 +251,7 @@ def run_manager(policy):
         for layer in range(L):
             hidden = np.zeros((tokens, 1), np.float32)
             plans.append(manager.on_route(layer, packed(routes(rng, tokens)), hidden).copy())
-        manager.raise_failure()
+        manager.end_pass()
         manager.end_iteration(outcome(kind, tokens=tokens))
     summary = manager.statistics.summary(*PassKind)
     return plans, {name: value for name, value in vars(summary).items() if name != "planning_us"}

@@ -63,6 +63,10 @@ def build_parser() -> CommandParser:
         "--requests", type=whole_number(1), metavar="N",
         help=f"measured in every run, after {WARM_UP} (default: {REQUESTS}; quick or synthetic: {QUICK_REQUESTS})",
     )  # fmt: skip
+    parser.add_argument(
+        "--layers", type=whole_number(1), metavar="N",
+        help="of a random model, its dense ones included (default: as many as memory holds)",
+    )  # fmt: skip
     parser.add_argument("--cpu-experts", choices=(AUTO, *BACKENDS), default=AUTO, help="backend of misses on the CPU")
     parser.add_argument("--cpu-threads", type=whole_number(1), metavar="N", help="its threads")
     add_carrier_flag(parser)
@@ -104,7 +108,11 @@ def _subject(options: argparse.Namespace) -> Subject:
         quick=quick,
     )
     if options.model in NAMES:
-        return published_subject(options.model, settings)
+        return published_subject(options.model, settings, options.layers)
+    if options.layers is not None:
+        raise UsageError(
+            f"--layers: --model {options.model} has its own layers; only {' and '.join(NAMES)} take a number"
+        )
     return CheckpointSubject(open_model(None if options.model == LABEL else options.model), settings)
 
 
@@ -149,6 +157,7 @@ def _settings(study: Study, options: argparse.Namespace) -> dict[str, Any]:
     return {
         **dataclasses.asdict(study.subject.settings),
         "model": options.model,
+        "layers": options.layers,
         "warm_up_batches": WARM_UP,
         "profiles": [str(path) for path in options.profile],
         "decoding": study.subject.decoding_settings(),

@@ -81,17 +81,25 @@ class PublishedSubject(Subject):
         return MemoryTrace(trace.header, tuple(trace))
 
 
-def published_subject(label: str, settings: RunSettings) -> PublishedSubject:
-    """Raises UsageError where not even one MoE layer fits."""
+def published_subject(label: str, settings: RunSettings, layers: int | None = None) -> PublishedSubject:
+    """A model of so many layers; None: as many as memory holds, at most all.
+
+    Raises:
+      UsageError: not even one MoE layer fits, or not as many layers as are wanted.
+    """
     preset = NAMES[label]
     config = config_from_hf(PUBLISHED[preset])
     prepare_runtime(store_bytes(config))
-    dense, wanted = config.first_k_dense_replace, config.num_hidden_layers
-    layers = min(fitting_layers(config), _device_layers(config) + dense)
-    if layers <= dense:
+    dense, whole = config.first_k_dense_replace, config.num_hidden_layers
+    fitting = min(fitting_layers(config), _device_layers(config) + dense)
+    if fitting <= dense:
         need = config.num_experts * page_bytes(config) / 1e9
         raise UsageError(f"--model {label}: not one MoE layer fits here, its experts take {need:.3g} GB")
-    note = "" if layers == wanted else f"; {layers} of {wanted} layers, as many as memory holds"
+    if layers is not None and not dense < layers <= fitting:
+        raise UsageError(f"--layers {layers}: choose {dense + 1} to {fitting}, which fit here")
+    reason = "as many as memory holds" if layers is None else "as --layers says"
+    layers = layers or fitting
+    note = "" if layers == whole else f"; {layers} of {whole} layers, {reason}"
     return PublishedSubject(label, preset, dataclasses.replace(config, num_hidden_layers=layers), settings, note)
 
 

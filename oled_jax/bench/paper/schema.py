@@ -49,7 +49,9 @@ SUBJECT = _object(
         "block_length": COUNT,
     }
 )
-SETTINGS = ("model", "repeats", "requests", "quick", "carrier", "backend", "threads", "profiles", "decoding", "works")
+SETTINGS = (
+    "model", "layers", "repeats", "requests", "quick", "carrier", "backend", "threads", "profiles", "decoding", "works",
+)  # fmt: skip
 SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     **_object(
