@@ -3,6 +3,8 @@
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from oled_jax import native
+
 DISCOUNT = 0.8  # gamma: what waiting one more pass costs
 HALF_LIFE = 500  # passes, of the rates
 FORGET = 0.999  # weight of the past in the value table, per pass
@@ -10,6 +12,7 @@ PRIOR = 5.0  # observations that the first values are worth
 OLDEST = 300  # passes; greater ages are one
 AGES = np.unique(np.round(1.25 ** np.arange(26)).astype(np.int64))  # where a group of ages begins; below: used just now
 RATES = np.array([0.01, 0.02, 0.04, 0.07, 0.11, 0.16, 0.23, 0.32, 0.45, 0.65])
+NUM_RATES = RATES.size + 1  # groups of rates
 STEPS = 200  # in which rates are looked up
 SAMPLE = 1024  # about as many experts teach the value table in a pass
 
@@ -28,15 +31,14 @@ class LastingValue:
         self.rate = np.zeros(shape)
         self.passes = np.zeros(1, np.int64)
         first = 0.35 / np.arange(1.0, AGES.size + 2)
-        self.sums = np.tile(PRIOR * first[:, None], (1, RATES.size + 1))
+        self.sums = np.tile(PRIOR * first[:, None], (1, NUM_RATES))
         self.weights = np.full(self.sums.shape, PRIOR)
         self._last = np.full(shape, -OLDEST, np.int64)
         self._now = 0
         self._group_of_age = np.searchsorted(AGES, np.arange(OLDEST + 1), side="right")
         self._group_of_rate = np.searchsorted(RATES, np.arange(STEPS + 1) / STEPS)
         self._stride = max(1, num_layers * num_experts // SAMPLE)
-        self._groups: Int[np.ndarray, "L E"] | None = None
-        self._rate_groups = np.zeros(shape, np.int64)
+        self._groups, self._groups_before = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self.active = np.zeros(shape)
         self.idle = np.zeros(shape)
         self._prepare()
@@ -47,35 +49,26 @@ class LastingValue:
 
     def restored(self) -> None:
         """The arrays hold what another had learned."""
-        self._look_up_rates()
         self._prepare()
 
     def _prepare(self) -> None:
         """Values for the next pass, [L, E]: of experts that it activates, and of those that it does not."""
-        values = self.sums / self.weights
-        self.active = values[0][self._rate_groups]
-        self.idle = values[self._age_groups(), self._rate_groups]
-
-    def _look_up_rates(self) -> None:
-        self._rate_groups = self._group_of_rate[(self.rate * STEPS).astype(np.int64)]
-
-    def _age_groups(self) -> Int[np.ndarray, "L E"]:
-        return self._group_of_age[np.minimum(self._now - self._last, OLDEST)]
+        tables = self._group_of_age, self._group_of_rate
+        value_experts(self._now, self.sums / self.weights, self._last, self.rate, *tables, self.active, self.idle)
 
     def end_pass(self, activated: Bool[np.ndarray, "L E"]) -> None:
         """A pass is over."""
-        self._last[activated] = self._now
         self.passes += 1
         pace = max(1 - 0.5 ** (1 / HALF_LIFE), 1 / (int(self.passes[0]) + 10))
-        self.rate += pace * (activated - self.rate)
-        self._look_up_rates()
-        groups = self._age_groups() * (RATES.size + 1) + self._rate_groups
-        if self._groups is not None:
+        before, groups = self._groups, self._groups_before
+        tables = self._group_of_age, self._group_of_rate
+        note_uses(self._now, activated, pace, *tables, self._last, self.rate, groups)
+        if self._now > 0:
             layers = slice(self._now % self._stride, None, self._stride)
             values = (self.sums / self.weights).ravel()
             found = np.where(activated[layers], 1.0, DISCOUNT * values[groups[layers]])
-            self._learn(self._groups[layers].ravel(), found.ravel(), found.shape[0])
-        self._groups = groups
+            self._learn(before[layers].ravel(), found.ravel(), found.shape[0])
+        self._groups, self._groups_before = groups, before
         self._now += 1
         self._prepare()
 
@@ -86,3 +79,50 @@ class LastingValue:
         self.weights *= FORGET
         self.sums += share * np.bincount(groups, found, size).reshape(self.sums.shape)
         self.weights += share * np.bincount(groups, minlength=size).reshape(self.sums.shape)
+
+
+@native.compiled
+def note_uses(
+    now: int,
+    activated: Bool[np.ndarray, "L E"],
+    pace: float,
+    group_of_age: Int[np.ndarray, " ages"],
+    group_of_rate: Int[np.ndarray, " rates"],
+    last: Int[np.ndarray, "L E"],
+    rate: Float[np.ndarray, "L E"],
+    groups: Int[np.ndarray, "L E"],
+) -> None:
+    """Pass number `now` activated these: writes when each expert was used last, its rate, and its group."""
+    last[activated] = now
+    rate += pace * (activated - rate)
+    ages, rates = _find_groups(now, last, rate, group_of_age, group_of_rate)
+    groups[:] = ages * (group_of_rate[-1] + 1) + rates
+
+
+@native.compiled
+def value_experts(
+    now: int,
+    values: Float[np.ndarray, "A R"],
+    last: Int[np.ndarray, "L E"],
+    rate: Float[np.ndarray, "L E"],
+    group_of_age: Int[np.ndarray, " ages"],
+    group_of_rate: Int[np.ndarray, " rates"],
+    active: Float[np.ndarray, "L E"],
+    idle: Float[np.ndarray, "L E"],
+) -> None:
+    """Writes each expert's value if pass number `now` activates it, and if it does not."""
+    ages, rates = _find_groups(now, last, rate, group_of_age, group_of_rate)
+    active[:] = values[0][rates]
+    idle[:] = values[ages, rates]
+
+
+def _find_groups(
+    now: int,
+    last: Int[np.ndarray, "L E"],
+    rate: Float[np.ndarray, "L E"],
+    group_of_age: Int[np.ndarray, " ages"],
+    group_of_rate: Int[np.ndarray, " rates"],
+) -> tuple[Int[np.ndarray, "L E"], Int[np.ndarray, "L E"]]:
+    """The group of each expert's age, and of its rate."""
+    ages = group_of_age[np.minimum(now - last, group_of_age.size - 1)]
+    return ages, group_of_rate[(rate * (group_of_rate.size - 1)).astype(np.int64)]

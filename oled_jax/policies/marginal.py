@@ -3,6 +3,7 @@
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from oled_jax import native
 from oled_jax.policies.allocation import ADAPTING_PASSES, uniform_capacities
 from oled_jax.policies.base import Decision, IterationOutcome, LayerRouting, PolicyContext
 from oled_jax.policies.composed import Allocation
@@ -43,13 +44,11 @@ class MarginalAllocation(Allocation):
     def capacities(self) -> Int[np.ndarray, " L"]:
         return self._capacities
 
-    def observe(self, routing: LayerRouting) -> None:
-        self._resident[routing.layer] = routing.resident
-        np.greater(routing.loads, 0, out=self._activated[routing.layer])
-
     def decided(self, routing: LayerRouting, decision: Decision, scores: Float[np.ndarray, " E"]) -> None:
         """A layer's residents were chosen by these scores."""
         layer = routing.layer
+        self._resident[layer] = routing.resident
+        np.greater(routing.loads, 0, out=self._activated[layer])
         self._keep[layer] = decision.keep
         self._scores[layer] = scores
 
@@ -72,17 +71,10 @@ class MarginalAllocation(Allocation):
         dropped = present & ~self._keep
         older = self._ghosts & ~present & ~self._keep
         # Ghosts of this pass before those of passes before it.
-        self._ghosts = self._greatest(np.where(dropped, self._scores, np.where(older, -1.0, -np.inf)))
+        mark_greatest(np.where(dropped, self._scores, np.where(older, -1.0, -np.inf)), self._edge, self._ghosts)
         # A layer with empty slots loses nothing.
         full = self._keep.sum(axis=1) >= self._capacities
-        self._lowest = self._greatest(np.where(self._keep & full[:, None], -self._scores, -np.inf))
-
-    def _greatest(self, keys: Float[np.ndarray, "L E"]) -> Bool[np.ndarray, "L E"]:
-        """The greatest keys of each layer that are not minus infinity."""
-        chosen = np.zeros(keys.shape, bool)
-        best = np.argpartition(-keys, self._edge - 1, axis=1)[:, : self._edge]
-        np.put_along_axis(chosen, best, True, axis=1)
-        return chosen & (keys > -np.inf)
+        mark_greatest(np.where(self._keep & full[:, None], -self._scores, -np.inf), self._edge, self._lowest)
 
     def _moved(self) -> Int[np.ndarray, " L"]:
         capacities, gain, loss = self._capacities.copy(), self.gain, self.loss
@@ -97,3 +89,12 @@ class MarginalAllocation(Allocation):
             gain[taker] *= 1.0 - SETTLE
             loss[giver] += SETTLE * (loss[giver] + 0.05)
         return capacities
+
+
+@native.compiled
+def mark_greatest(keys: Float[np.ndarray, "L E"], count: int, chosen: Bool[np.ndarray, "L E"]) -> None:
+    """Writes which keys are among a layer's `count` greatest and not minus infinity; lower numbers win ties."""
+    best = (-keys).argsort(axis=1, kind="stable")[:, :count]
+    chosen[:] = False
+    np.put_along_axis(chosen, best, True, axis=1)
+    chosen &= keys > -np.inf

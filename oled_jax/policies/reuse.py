@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Bool, Float, Int, Int32
 
+from oled_jax import native
 from oled_jax.folding import first_tokens, own_tokens
 from oled_jax.passes import PassKind
 from oled_jax.policies.allocation import ADAPTING_PASSES
@@ -28,6 +29,8 @@ class StateReuse:
 
     kept [L, 3, K]: how often the k-th route of a token in this state is kept. written [groups]: how often a masked
     token of this confidence is written in the pass. opening [L, E]: how often a block's first pass activates an expert.
+    Of the pass that runs, [L, N, K]: ids, the routes that it has come to; absent, the chance that a token's k-th route
+    is not kept, while nobody knows who will be written.
     """
 
     def __init__(self, context: PolicyContext) -> None:
@@ -39,7 +42,7 @@ class StateReuse:
         self.ids: Int32[np.ndarray, "L N K"] = np.zeros((L, 0, K), np.int32)
         self._offsets = (np.arange(L) * E)[:, None, None]
         self._E = E
-        self._logs = np.zeros((L, 0, K))
+        self.absent = np.zeros((L, 0, K))
         self._groups = np.zeros(0, np.int64)
         self._info: PassInfo | None = None
         self._opens = False  # the next denoise pass is a block's first
@@ -62,17 +65,7 @@ class StateReuse:
         masked = info.token_mask & info.masked
         written = self.written[self._groups] * masked
         shares = np.stack([info.own_mask & ~masked, masked - written, written], axis=1)
-        self._logs = np.log1p(-(shares @ self.kept))
-
-    def next_use(self, routing: LayerRouting) -> Float[np.ndarray, " E"]:
-        """Chance that the next pass activates each expert, while the pass runs: who will be written is not known."""
-        layer = routing.layer
-        self.ids[layer] = routing.expert_ids
-        logs = np.bincount(self.ids[layer].ravel(), self._logs[layer].ravel(), self._E)
-        likely: np.ndarray = -np.expm1(logs)
-        if routing.info.kind in ADAPTING_PASSES:
-            return likely
-        return (1.0 - OPENING_SHARE) * likely + OPENING_SHARE * self.opening[layer]
+        self.absent = 1.0 - shares @ self.kept
 
     def end_pass(self, outcome: IterationOutcome, activated: Bool[np.ndarray, "L E"]) -> None:
         """A pass is over: learns from how it differs from the one before."""
@@ -182,6 +175,7 @@ class ExpectedReuse(Retention):
         self.lasting = LastingValue(L, E)
         self.likely = np.zeros((L, E))
         self._scores = np.zeros((L, E))
+        self._rows = list(self._scores)
         self.activated = np.zeros((L, E), bool)
         self._info: PassInfo | None = None
 
@@ -195,18 +189,26 @@ class ExpectedReuse(Retention):
         self.states.begin_pass(info)
 
     def observe(self, routing: LayerRouting) -> None:
-        layer = routing.layer
-        activated = np.greater(routing.loads, 0, out=self.activated[layer])
-        scores = self._scores[layer]
-        scores[:] = np.where(activated, self.lasting.active[layer], self.lasting.idle[layer])
-        scores *= LASTING_SHARE
-        scores += self.states.next_use(routing)
-        if self.as_shares:
-            total = float(scores.sum(where=activated))
-            scores /= total if total > 0 else 1.0
+        states, lasting = self.states, self.lasting
+        opening_share = 0.0 if routing.info.kind in ADAPTING_PASSES else OPENING_SHARE
+        score_reuse(
+            routing.layer,
+            routing.expert_ids,
+            routing.loads,
+            states.absent,
+            states.opening,
+            opening_share,
+            lasting.active,
+            lasting.idle,
+            LASTING_SHARE,
+            self.as_shares,
+            states.ids,
+            self.activated,
+            self._scores,
+        )
 
     def scores(self, layer: int) -> Float[np.ndarray, " E"]:
-        return self._scores[layer]
+        return self._rows[layer]
 
     def end_iteration(self, outcome: IterationOutcome) -> None:
         info = self._info
@@ -219,3 +221,37 @@ class ExpectedReuse(Retention):
         self.lasting.end_pass(self.activated)
         self.likely = self.states.after_pass(self.table)
         np.add(self.likely, LASTING_SHARE * self.lasting.idle, out=self._scores)
+
+
+@native.compiled
+def score_reuse(
+    layer: int,
+    expert_ids: Int32[np.ndarray, "N K"],
+    loads: Int[np.ndarray, " E"],
+    absent: Float[np.ndarray, "L N K"],
+    opening: Float[np.ndarray, "L E"],
+    opening_share: float,
+    active: Float[np.ndarray, "L E"],
+    idle: Float[np.ndarray, "L E"],
+    lasting_share: float,
+    as_shares: bool,
+    kept_ids: Int32[np.ndarray, "L N K"],
+    activated: Bool[np.ndarray, "L E"],
+    scores: Float[np.ndarray, "L E"],
+) -> None:
+    """Writes a layer's scores while a pass runs, a copy of its routes, and what it activates.
+
+    The chance of use is that of tokens that keep their routes independently; products run in the order of tokens.
+    """
+    kept_ids[layer] = expert_ids
+    used = np.greater(loads, 0, out=activated[layer])
+    nobody = np.ones(loads.size)
+    np.multiply.at(nobody, expert_ids.ravel(), absent[layer].ravel())
+    likely = 1.0 - nobody
+    if opening_share > 0.0:
+        likely = (1.0 - opening_share) * likely + opening_share * opening[layer]
+    row = scores[layer]
+    row[:] = lasting_share * np.where(used, active[layer], idle[layer]) + likely
+    if as_shares and np.count_nonzero(used):
+        total = row[used].cumsum()[-1]
+        row /= total if total > 0.0 else 1.0

@@ -29,6 +29,9 @@ MODULES = [
         "policies.base",
         "policies.retention",
         "policies.dispatch",
+        "policies.lasting",
+        "policies.marginal",
+        "policies.reuse",
         "sim.replay",
     )
 ]
@@ -118,6 +121,47 @@ def assert_same(mine, other):
     for part in mine:
         for one, two in zip(mine[part], other[part], strict=True):
             np.testing.assert_array_equal(one, two, strict=True, err_msg=part)
+
+
+class Reuse:
+    """What `oled+` computes, with one of the two sets of functions, from random routes."""
+
+    def __init__(self, functions, shape, seed):
+        self.f, self.rng = functions, np.random.default_rng(seed)
+        self.N, self.K, self.E, _ = shape
+        table = (LAYERS, self.E)
+        self.lasting = [np.full(table, -20), np.zeros(table), np.zeros(table, np.int64)]
+        self.scores, self.activated = np.zeros(table), np.zeros(table, bool)
+        self.ids, self.chosen = np.zeros((LAYERS, self.N, self.K), np.int32), np.zeros(table, bool)
+        self.values = [np.zeros(table), np.zeros(table)]
+
+    def end_pass(self, number):
+        rng, table = self.rng, self.scores.shape
+        ages, rates = np.sort(rng.integers(0, 5, 31)), np.append(np.sort(rng.integers(0, 4, 200)), 3)
+        absent, opening = rng.random(self.ids.shape), rng.random(table)
+        active, idle = rng.random(table), rng.random(table)
+        for layer in range(LAYERS):
+            ids = rng.integers(0, self.E, (self.N, self.K), np.int32)
+            loads = np.bincount(ids[: rng.integers(0, self.N + 1)].ravel(), minlength=self.E)
+            share, weight, as_shares = float(rng.choice([0.0, 0.7])), 0.3, bool(rng.integers(0, 2))
+            inputs = ids, loads, absent, opening, share, active, idle, weight, as_shares
+            self.f["score_reuse"](layer, *inputs, self.ids, self.activated, self.scores)
+        self.f["note_uses"](number, self.activated, float(rng.random()), ages, rates, *self.lasting)
+        last, rate, _ = self.lasting
+        self.f["value_experts"](number + 1, rng.random((5, 4)), last, rate, ages, rates, *self.values)
+        keys = np.where(rng.random(table) < 0.5, np.round(self.scores, 1), -np.inf)  # many are tied
+        self.f["mark_greatest"](keys, int(rng.integers(1, self.E + 1)), self.chosen)
+        tables = self.ids, self.activated, self.scores, *self.lasting, *self.values, self.chosen
+        return {"tables": [array.copy() for array in tables]}
+
+
+@needs_extension
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_both_expect_the_same_reuse(shape, seed):
+    planners = [Reuse(functions, shape, seed) for functions in (native.NUMPY, compiled())]
+    for number in range(6):
+        assert_same(*(planner.end_pass(number) for planner in planners))
 
 
 @needs_extension

@@ -9,7 +9,7 @@ from oled_jax.passes import PassKind
 from oled_jax.policies.certainty import DOUBT, MissingCertainty
 from oled_jax.policies.lasting import DISCOUNT, FORGET, PRIOR, LastingValue
 from oled_jax.policies.registry import make_policy
-from oled_jax.policies.reuse import DECODED, KEPT_PACE, MASKED, WRITTEN, StateReuse
+from oled_jax.policies.reuse import DECODED, KEPT_PACE, LASTING_SHARE, MASKED, WRITTEN, ExpectedReuse, StateReuse
 from oled_jax.policies.token_table import TokenTable
 
 
@@ -48,10 +48,12 @@ def test_a_token_that_became_another_teaches_nothing():
 
 def test_the_chance_of_use_is_that_of_independent_tokens():
     steps = random_passes(2, 9)
-    states = run_states(steps[:8])
     step = steps[8]
+    reuse = ExpectedReuse(context(), None, as_shares=False)
+    states = reuse.states = run_states(steps[:8])
     kept, written = states.kept.copy(), states.written.copy()
-    states.begin_pass(step.info)
+    reuse.begin_iteration(step.info)
+    lasting = reuse.lasting
     for layer in range(3):
         absent = np.ones(16)
         for token in np.flatnonzero(step.info.token_mask):
@@ -65,7 +67,11 @@ def test_the_chance_of_use_is_that_of_independent_tokens():
         driver = Driver(make_policy("lru", context())).run([step])
         routing = driver.log[layer][0]
         routing.expert_ids[:] = step.ids[layer]
-        np.testing.assert_allclose(states.next_use(routing), 1 - absent, atol=1e-12)
+        reuse.observe(routing)
+        value = np.where(routing.activated, lasting.active[layer], lasting.idle[layer])
+        np.testing.assert_allclose(reuse.scores(layer), 1 - absent + LASTING_SHARE * value, atol=1e-12)
+        np.testing.assert_array_equal(states.ids[layer], step.ids[layer])
+        np.testing.assert_array_equal(reuse.activated[layer], routing.activated)
 
 
 def test_values_are_learned_by_temporal_differences():
