@@ -10,5 +10,7 @@ namespace oled_jax {
 
 // Adds the submodule `planning`.
 void bind_planning(nanobind::module_& module);
+// Adds to it what only `oled+` needs.
+void bind_reuse(nanobind::module_& planning);
 
 }  // namespace oled_jax
