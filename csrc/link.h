@@ -33,6 +33,8 @@ class Link {
   virtual void clear(Stream stream, void* target, size_t bytes) = 0;
   // Waits on the host until all that was put on the stream is done.
   virtual void synchronize(Stream stream) = 0;
+  // Whether what was put on a stream runs while the host does something else.
+  virtual bool runs_beside_the_host() const = 0;
 
   // Copies one array of a page. In order with all other pages.
   virtual void move(void* target, const void* source, size_t bytes) = 0;

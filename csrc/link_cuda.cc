@@ -67,6 +67,7 @@ class CudaLink final : public Link {
   void synchronize(Stream stream) override {
     cuda_check(driver_.cuStreamSynchronize(stream), "cuStreamSynchronize");
   }
+  bool runs_beside_the_host() const override { return true; }
 
   void move(void* target, const void* source, size_t bytes) override {
     cuda_check(driver_.cuMemcpyHtoDAsync(device_pointer(target), source, bytes, copies_),

@@ -30,6 +30,7 @@ class HostLink final : public Link {
   }
   void clear(Stream, void* target, size_t bytes) override { std::memset(target, 0, bytes); }
   void synchronize(Stream) override {}
+  bool runs_beside_the_host() const override { return false; }
 
   void move(void* target, const void* source, size_t bytes) override {
     std::memcpy(target, source, bytes);

@@ -51,7 +51,8 @@ struct RouteCall {
 // Microseconds and bytes since the pager was made.
 struct PagerStatistics {
   uint64_t routes = 0;
-  double transport_us = 0;  // from the call to the router's result on the host: waits for the device
+  double transport_us = 0;  // from the call to the router's result on the host, less accounting: waits for the device
+  double accounting_us = 0;  // the manager counts a layer meanwhile, the wait for the GIL included
   double planning_us = 0;   // inside the cache manager, the wait for the GIL included
   double issue_us = 0;      // putting the plan and its pages on the streams
   double collect_us = 0;    // waiting for the CPU's share
@@ -63,7 +64,7 @@ struct PagerStatistics {
 
 class Pager {
  public:
-  // manager: a CacheManager, None if nothing runs passes. dtype: the pages'.
+  // manager: a CacheManager (on_route, account, collect), None if nothing runs passes. dtype: the pages'.
   Pager(std::unique_ptr<Link> link, std::vector<LayerStore> store, size_t gate_up_bytes,
         size_t down_bytes, nanobind::object manager, nanobind::object dtype);
   ~Pager();
@@ -113,7 +114,7 @@ class Pager {
 
   void reserve(Buffer& buffer, size_t bytes);
   const Views& views(const RouteCall& call);
-  void account();
+  double account();
   void plan(const RouteCall& call);
   void read_plan(const RouteCall& call);
   void mark_busy();

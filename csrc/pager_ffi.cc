@@ -162,6 +162,7 @@ nb::dict as_dict(const PagerStatistics& statistics) {
   nb::dict values;
   values["routes"] = statistics.routes;
   values["transport_us"] = statistics.transport_us;
+  values["accounting_us"] = statistics.accounting_us;
   values["planning_us"] = statistics.planning_us;
   values["issue_us"] = statistics.issue_us;
   values["collect_us"] = statistics.collect_us;

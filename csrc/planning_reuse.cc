@@ -58,6 +58,12 @@ void score_reuse(int64_t layer, const NumpyView<const int32_t, 2>& expert_ids, c
 struct AgeAndRate {
   const Numbers &group_of_age, &group_of_rate;
 
+  AgeAndRate(const Numbers& ages, const Numbers& rates) : group_of_age(ages), group_of_rate(rates) {
+    for (const Numbers* table : {&ages, &rates}) {
+      require(table->size() > 0 && *std::min_element(table->begin(), table->end()) >= 0,
+              "a table of groups is empty or has a negative one");
+    }
+  }
   int64_t age(int64_t passes) const {
     require(passes >= 0, "an expert was used in a pass to come");
     return group_of_age[std::min(passes, group_of_age.size() - 1)];
@@ -79,7 +85,7 @@ void note_uses(int64_t now, const NumpyView<const bool, 2>& activated, double pa
                const NumpyView<int64_t, 2>& last, const NumpyView<double, 2>& rate,
                const NumpyView<int64_t, 2>& groups) {
   require_equal_shapes(activated, last, rate, groups);
-  const AgeAndRate group{group_of_age, group_of_rate};
+  const AgeAndRate group(group_of_age, group_of_rate);
   const int64_t rates = group_of_rate[group_of_rate.size() - 1] + 1;
   for (int64_t layer = 0; layer < rate.shape(0); ++layer) {
     for (int64_t e = 0; e < rate.shape(1); ++e) {
@@ -97,7 +103,7 @@ void value_experts(int64_t now, const NumpyView<const double, 2>& values,
                    const Numbers& group_of_age, const Numbers& group_of_rate,
                    const NumpyView<double, 2>& active, const NumpyView<double, 2>& idle) {
   require_equal_shapes(last, rate, active, idle);
-  const AgeAndRate group{group_of_age, group_of_rate};
+  const AgeAndRate group(group_of_age, group_of_rate);
   require(values.shape(0) > *std::max_element(group_of_age.begin(), group_of_age.end()) &&
               values.shape(1) > *std::max_element(group_of_rate.begin(), group_of_rate.end()),
           "a group has no value");
@@ -113,6 +119,7 @@ void value_experts(int64_t now, const NumpyView<const double, 2>& values,
 void mark_greatest(const NumpyView<const double, 2>& keys, int64_t count,
                    const NumpyView<bool, 2>& chosen) {
   require_equal_shapes(keys, chosen);
+  require(count >= 0, "a negative number of keys cannot be the greatest");
   std::vector<int64_t> candidates;
   for (int64_t layer = 0; layer < keys.shape(0); ++layer) {
     const double* row = keys.row(layer);

@@ -1,8 +1,8 @@
 """The cache manager: hits, misses, the policy's decision, slots, the plan. NumPy only, no device array.
 
-One manager belongs to one engine. Between passes the engine's thread calls `begin_*` and `end_*`; during a pass
-a carrier calls `on_route` and `collect` once per MoE layer, from a host-callback thread. The two never overlap, because
-the engine waits for a pass before it goes on; so there is no lock.
+One manager belongs to one engine. Between passes the engine's thread calls `begin_*` and `end_*`; during a pass a
+carrier calls `on_route`, `collect` and `account` for each MoE layer, from a host-callback thread. The two never
+overlap, because the engine waits for a pass before it goes on; so there is no lock.
 """
 
 import time
@@ -107,10 +107,10 @@ class CacheManager:
 
     def begin_pass(self, info: PassInfo) -> None:
         """A forward pass starts."""
+        self._settled = None
         if self.idle:
             return
         self._info = info
-        self._settled = None
         self._pass_number += 1
         self._planning_us = self._accounting_us = 0.0
         self.policy.begin_iteration(info)
@@ -136,7 +136,7 @@ class CacheManager:
           what a callback met, as itself, after forgetting all residents: the tables may promise pages that never
           arrived, so nothing they say can be kept.
         """
-        self.account()
+        self._planning_us += self._count_settled()
         failure, self.failure = self.failure, None
         if failure is not None:
             self.forget()
@@ -149,7 +149,7 @@ class CacheManager:
         self.residency.clear()
         self.policy.forget_residents()
         self.statistics.forget()
-        self._settled = None
+        self.failure = self._settled = None
         self._wanted.clear()
 
     # During a pass
@@ -168,11 +168,11 @@ class CacheManager:
           the plan (`PlanLayout`). It does nothing once an exception was kept in `failure`.
         """
         start = time.perf_counter()
+        self._count_settled()
         buffers = self._buffers_for(packed.shape[0])
         if self.failure is not None or self.idle:
             return buffers.layout.empty()
         try:
-            self._count_settled()
             self._plan(layer, packed, hidden, buffers)
         except BaseException as failure:  # it must not cross the callback: the engine raises it
             self.failure = failure
@@ -181,15 +181,12 @@ class CacheManager:
         return buffers.plans[layer]
 
     def account(self) -> None:
-        """Counts the layer that was planned last, unless that was done. The next layer's `on_route` would do it, too:
-        a carrier that waits for the device has it done meanwhile, so that no layer waits for it.
+        """Counts the layer that was planned last, if that was not done yet.
+
+        A carrier calls it while it waits for the device anyway. What is left is counted by the next layer's `on_route`,
+        or at the end of the pass, as a part of planning.
         """
-        start = time.perf_counter()
-        try:
-            self._count_settled()
-        except BaseException as failure:  # as in on_route
-            self.failure = self.failure or failure
-        self._accounting_us += (time.perf_counter() - start) * 1e6
+        self._accounting_us += self._count_settled()
 
     def collect(self, layer: int, shape: tuple[int, ...]) -> Float32[np.ndarray, "N D"]:
         """The CPU share of a layer whose plan had any: gated rows summed over k. Zeros after a failure."""
@@ -320,14 +317,23 @@ class CacheManager:
             )
         )
 
-    def _count_settled(self) -> None:
-        """The routing's lent arrays are still what they were: `unpack` has not been called for another layer."""
+    def _count_settled(self) -> float:
+        """Counts the layer that was planned last and returns the microseconds that it took.
+
+        What was lent to it still holds: `unpack` writes the next layer's routes only after this.
+        """
         settled, self._settled = self._settled, None
-        if settled is not None:
+        if settled is None:
+            return 0.0
+        start = time.perf_counter()
+        try:
             routing, decision = settled
             if self.recorder is not None:
                 self.recorder.on_route(routing.layer, routing.expert_ids, routing.gates)
             self._count(routing, decision)
+        except BaseException as failure:  # as in on_route
+            self.failure = self.failure or failure
+        return (time.perf_counter() - start) * 1e6
 
     def _count(self, routing: LayerRouting, decision: Decision) -> None:
         layer, kind, hits, to_gpu = routing.layer, routing.info.kind, routing.hits, decision.to_gpu

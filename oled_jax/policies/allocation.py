@@ -96,24 +96,26 @@ class AdaptiveAllocation(Allocation):
         # Plain floats: indexing an array element by element costs more than the arithmetic.
         self._activation: list[float | None] = [None] * L
         self._utilization: list[float | None] = [None] * L
-        self._seen: list[LayerRouting] = []  # of this pass: layers wait while they are observed
+        self._seen: list[LayerRouting | None] = [None] * L  # by the pass that runs; looked at when nobody waits for it
         self._passes = 0
 
     def capacities(self) -> Int[np.ndarray, " L"]:
         return self._capacities
 
     def observe(self, routing: LayerRouting) -> None:
-        self._seen.append(routing)
+        self._seen[routing.layer] = routing
 
     def _blend(self, means: list[float | None], layer: int, value: float) -> None:
         past = means[layer]
         means[layer] = value if past is None else self.decay * past + (1.0 - self.decay) * value
 
     def end_iteration(self, outcome: IterationOutcome) -> None:
-        seen, self._seen = self._seen, []
+        seen, self._seen = self._seen, [None] * self.context.num_layers
         if outcome.kind not in ADAPTING_PASSES:
             return
         for routing in seen:
+            if routing is None:
+                continue
             self._blend(self._activation, routing.layer, routing.num_activated / self.context.num_experts)
             self._blend(self._utilization, routing.layer, routing.hits.size / max(routing.capacity, 1))
         self._passes += 1

@@ -3,6 +3,8 @@
 import numpy as np
 from jaxtyping import Bool, Float
 
+from oled_jax.policies.learned import FINITE, TINY, Limits
+
 CLAIMS = np.array([0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97])  # where a group of predicted chances begins
 FORGET = 0.995  # weight of the past, per pass
 DOUBT = 10.0  # missing pages of each group that count as not used, before any was seen
@@ -25,6 +27,10 @@ class MissingCertainty:
     def arrays(self) -> dict[str, np.ndarray]:
         """What it has learned."""
         return {"certainty_used": self.used, "certainty_seen": self.seen}
+
+    def limits(self) -> dict[str, Limits]:
+        """What `arrays` lie between."""
+        return {"certainty_used": (0, FINITE), "certainty_seen": (TINY, FINITE)}
 
     def restored(self) -> None:
         """The arrays hold what another had learned."""

@@ -4,6 +4,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from oled_jax import native
+from oled_jax.policies.learned import COUNT, FINITE, TINY, Limits
 
 DISCOUNT = 0.8  # gamma: what waiting one more pass costs
 HALF_LIFE = 500  # passes, of the rates
@@ -38,7 +39,7 @@ class LastingValue:
         self._group_of_age = np.searchsorted(AGES, np.arange(OLDEST + 1), side="right")
         self._group_of_rate = np.searchsorted(RATES, np.arange(STEPS + 1) / STEPS)
         self._stride = max(1, num_layers * num_experts // SAMPLE)
-        self._groups, self._groups_before = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._groups, self._spare = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self.active = np.zeros(shape)
         self.idle = np.zeros(shape)
         self._prepare()
@@ -46,6 +47,10 @@ class LastingValue:
     def arrays(self) -> dict[str, np.ndarray]:
         """What it has learned; `restored` is called after somebody has written into them."""
         return {"rate": self.rate, "passes": self.passes, "sums": self.sums, "value_weights": self.weights}
+
+    def limits(self) -> dict[str, Limits]:
+        """What `arrays` lie between."""
+        return {"rate": (0, 1), "passes": COUNT, "sums": (0, FINITE), "value_weights": (TINY, FINITE)}
 
     def restored(self) -> None:
         """The arrays hold what another had learned."""
@@ -60,7 +65,7 @@ class LastingValue:
         """A pass is over."""
         self.passes += 1
         pace = max(1 - 0.5 ** (1 / HALF_LIFE), 1 / (int(self.passes[0]) + 10))
-        before, groups = self._groups, self._groups_before
+        before, groups = self._groups, self._spare
         tables = self._group_of_age, self._group_of_rate
         note_uses(self._now, activated, pace, *tables, self._last, self.rate, groups)
         if self._now > 0:
@@ -68,7 +73,7 @@ class LastingValue:
             values = (self.sums / self.weights).ravel()
             found = np.where(activated[layers], 1.0, DISCOUNT * values[groups[layers]])
             self._learn(before[layers].ravel(), found.ravel(), found.shape[0])
-        self._groups, self._groups_before = groups, before
+        self._groups, self._spare = groups, before
         self._now += 1
         self._prepare()
 

@@ -20,6 +20,11 @@ OFF, CACHE = "off", "cache"
 DIRECTORY = "reuse"
 FORMAT = 1
 
+Limits = tuple[float, float]  # least and greatest
+FINITE = float(np.finfo(np.float32).max)
+TINY = float(np.finfo(np.float32).tiny)
+COUNT: Limits = (0, float(2**53))
+
 
 @runtime_checkable
 class Learner(Protocol):
@@ -27,6 +32,10 @@ class Learner(Protocol):
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays themselves, not copies."""
+        ...
+
+    def limits(self) -> dict[str, Limits]:
+        """What the values of each array lie between."""
         ...
 
     def restored(self) -> None:
@@ -94,10 +103,14 @@ class LearnedFile:
             if int(archive["format"]) != FORMAT:
                 raise ValueError(f"its format is {int(archive['format'])}, not {FORMAT}")
             found: dict[str, np.ndarray] = {}
+            limits = {name: pair for learner in learners for name, pair in learner.limits().items()}
             for name, array in _all_arrays(learners):
                 found[name] = archive[name]
                 if found[name].shape != array.shape or found[name].dtype != array.dtype:
                     raise ValueError(f"{name} has shape {found[name].shape}, this model and policy need {array.shape}")
+                least, greatest = limits[name]
+                if array.size and not least <= found[name].min() <= found[name].max() <= greatest:  # nor may one be NaN
+                    raise ValueError(f"{name} has values that are not between {least:g} and {greatest:g}")
             return found
 
     def save(self, learners: Sequence[Learner]) -> None:

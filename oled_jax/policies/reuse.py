@@ -12,6 +12,7 @@ from oled_jax.policies.allocation import ADAPTING_PASSES
 from oled_jax.policies.base import IterationOutcome, LayerRouting, PassInfo, PolicyContext
 from oled_jax.policies.composed import Retention
 from oled_jax.policies.lasting import LastingValue
+from oled_jax.policies.learned import COUNT, Limits
 from oled_jax.policies.token_table import MOST, TokenTable
 
 # What a token was when its pass had ended: decoded earlier, still masked, just written.
@@ -51,6 +52,10 @@ class StateReuse:
     def arrays(self) -> dict[str, np.ndarray]:
         """What it has learned."""
         return {"kept": self.kept, "written": self.written, "opening": self.opening, "openings": self.openings}
+
+    def limits(self) -> dict[str, Limits]:
+        """What `arrays` lie between."""
+        return {"kept": (0, 1), "written": (0, 1), "opening": (0, 1), "openings": COUNT}
 
     def restored(self) -> None:
         """The arrays hold what another had learned."""

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from oled_jax.policies.learned import COUNT, Limits
+
 RATE = 0.15  # weight of a new occurrence against all before it
 WIDTH = 2  # entries per token and layer, in units of K
 MOST = 0.98  # no prediction is certain
@@ -37,6 +39,11 @@ class TokenTable:
             "experts": self.experts,
             "weights": self.weights,
         }
+
+    def limits(self) -> dict[str, Limits]:
+        """What `arrays` lie between."""
+        found: dict[str, Limits] = dict.fromkeys(("token", "seen"), (-1, COUNT[1]))
+        return found | {"count": COUNT, "experts": (0, self.num_experts - 1), "weights": (0, 1)}
 
     def restored(self) -> None:
         """The arrays hold what another table had learned."""

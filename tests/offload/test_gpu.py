@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from engines import GREEDY, build, build_plain, open_tiny, run
 
+from oled_jax.passes import PassKind
+
 pytestmark = pytest.mark.gpu
 
 
@@ -17,6 +19,16 @@ def test_the_store_is_pinned_and_its_views_are_exact(golden):
         for view, array in zip(engine.store.views(layer), arrays, strict=True):
             assert array.sharding.memory_kind == "pinned_host"
             np.testing.assert_array_equal(view, np.asarray(array))
+
+
+def test_layers_are_counted_while_the_device_computes(golden):
+    engine = build(*open_tiny(golden), "oled", 4)
+    run(engine, [[1, 2, 3]])
+    if engine.mover.name != "native":
+        pytest.skip(f"the {engine.mover.name} carrier has no time for it")
+    planning = engine.statistics.summary(*PassKind).planning_us
+    assert 0 < planning["accounting"] < planning["total"]
+    assert engine.mover.statistics["accounting_us"] > 0
 
 
 def test_device_memory_stays_flat_over_a_thousand_iterations(golden):

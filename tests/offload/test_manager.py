@@ -262,6 +262,29 @@ def test_layers_are_counted_once_whoever_has_it_done(early):
     assert (summary.passes, summary.misses) == (1, sum(np.unique(each).size for each in ids))
 
 
+def test_an_idle_pass_counts_nothing_that_a_broken_one_left_behind():
+    manager = CacheManager(Scripted(), spare=8, page_bytes=1)
+    manager.begin_pass(info(tokens=2))
+    manager.on_route(0, packed([[3, 7], [5, 1]]))  # then the program failed
+    manager.idle = True
+    manager.begin_pass(info(tokens=2))
+    manager.account()
+    manager.on_route(0, packed([[3, 7], [5, 1]]))
+    manager.end_pass()
+    assert manager.statistics.summary(PassKind.DENOISE).passes == 0
+
+
+def test_what_is_forgotten_includes_a_failure_that_nobody_raised():
+    manager = CacheManager(Scripted(), spare=8, page_bytes=1)
+    manager.on_route(0, packed([[3, 7], [5, 1]]))  # outside a pass
+    assert manager.failure is not None
+    manager.forget()
+    manager.begin_pass(info(tokens=2))
+    manager.on_route(0, packed([[3, 7], [5, 1]]))
+    manager.end_pass()
+    assert manager.statistics.summary(PassKind.DENOISE).passes == 1
+
+
 def test_a_failure_to_count_is_the_pass_s():
     def fail(layer, ids, gates):
         raise OSError("the trace's disk is full")

@@ -108,6 +108,18 @@ def test_prefill_and_commit_change_nothing(kind):
     assert driver.policy.capacities().tolist() != [6, 6, 6]
 
 
+@pytest.mark.parametrize("kind", [PassKind.PREFILL, PassKind.DENOISE])
+def test_a_pass_that_failed_changes_nothing(kind):
+    """Its layers were observed, it never ended."""
+    failed, later = make_pass(np.tile([0, 1], (3, 8, 1)), kind=kind), random_passes(3, 12)
+    drivers = [Driver(make_policy("oled:interval=1", context())) for _ in range(2)]
+    routings = Driver(make_policy("lru", context())).run([failed]).log
+    for layer in range(3):
+        drivers[0].policy.allocation.observe(routings[layer][0])
+    mine, other = ([driver.run([step]).policy.capacities().tolist() for step in later] for driver in drivers)
+    assert mine == other
+
+
 def test_an_idle_layer_keeps_the_floor():
     allocation = AdaptiveAllocation(context(total_slots=30, top_k=4), interval=1)
     assert allocation.floor.tolist() == [4, 4, 4]

@@ -172,6 +172,14 @@ def test_what_was_learned_is_kept_in_a_file(tmp_path):
     Driver(again).run(random_passes(1, 20))
     with pytest.raises(UsageError, match=r"learned\.npz \(kept has shape"):
         make_policy(spec, context(num_layers=2))
+    with np.load(file) as archive:
+        arrays = dict(archive)
+    for name, value in (("rate", 1.5), ("rate", -0.5), ("rate", np.nan), ("value_weights", 0.0), ("experts", 16)):
+        broken = arrays[name].copy()
+        broken.flat[0] = value
+        np.savez(file, **(arrays | {name: broken}))
+        with pytest.raises(UsageError, match=f"{name} has values that are not between"):
+            make_policy(spec, context())
     file.write_bytes(b"nothing")
     with pytest.raises(UsageError, match="cannot be read"):
         make_policy(spec, context())

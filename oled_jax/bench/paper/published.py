@@ -82,7 +82,7 @@ class PublishedSubject(Subject):
 
 
 def published_subject(label: str, settings: RunSettings, layers: int | None = None) -> PublishedSubject:
-    """A model of so many layers; None: as many as memory holds, at most all.
+    """A model of this many layers, dense ones included; None: as many as memory holds, at most all.
 
     Raises:
       UsageError: not even one MoE layer fits, or not as many layers as are wanted.
