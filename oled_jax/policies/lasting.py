@@ -9,6 +9,7 @@ from oled_jax.policies.learned import COUNT, FINITE, TINY, Limits
 DISCOUNT = 0.8  # gamma: what waiting one more pass costs
 HALF_LIFE = 500  # passes, of the rates
 FORGET = 0.999  # weight of the past in the value table, per pass
+LEAST_WEIGHT = 1e-6  # below it nothing is forgotten
 PRIOR = 5.0  # observations that the first values are worth
 OLDEST = 300  # passes; greater ages are one
 AGES = np.unique(np.round(1.25 ** np.arange(26)).astype(np.int64))  # where a group of ages begins; below: used just now
@@ -80,8 +81,9 @@ class LastingValue:
     def _learn(self, groups: Int[np.ndarray, " n"], found: Float[np.ndarray, " n"], num_layers: int) -> None:
         """Adds the observations of some layers, each layer as a part of one."""
         share, size = 1.0 / max(num_layers, 1), self.sums.size
-        self.sums *= FORGET
-        self.weights *= FORGET
+        past = np.where(self.weights > LEAST_WEIGHT, FORGET, 1.0)  # what is never seen again must not fade to 0 / 0
+        self.sums *= past
+        self.weights *= past
         self.sums += share * np.bincount(groups, found, size).reshape(self.sums.shape)
         self.weights += share * np.bincount(groups, minlength=size).reshape(self.sums.shape)
 

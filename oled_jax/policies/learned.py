@@ -7,6 +7,8 @@ import hashlib
 import os
 import re
 import warnings
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -87,7 +89,7 @@ class LearnedFile:
             found = self._read(learners)
         except FileNotFoundError:
             return f"what it learns will be kept in {self.path}"
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             problem = f"what was learned cannot be read from {self.path} ({' '.join(str(error).split())})"
             if self.named:
                 raise UsageError(f"policy option table: {problem}") from None
@@ -99,7 +101,7 @@ class LearnedFile:
         return f"it begins with what {self.path} says"
 
     def _read(self, learners: Sequence[Learner]) -> dict[str, np.ndarray]:
-        with np.load(self.path, allow_pickle=False) as archive:
+        with self.path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             if int(archive["format"]) != FORMAT:
                 raise ValueError(f"its format is {int(archive['format'])}, not {FORMAT}")
             found: dict[str, np.ndarray] = {}

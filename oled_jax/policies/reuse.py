@@ -55,7 +55,7 @@ class StateReuse:
 
     def limits(self) -> dict[str, Limits]:
         """What `arrays` lie between."""
-        return {"kept": (0, 1), "written": (0, 1), "opening": (0, 1), "openings": COUNT}
+        return {"kept": (0, MOST), "written": (0, 1), "opening": (0, 1), "openings": COUNT}
 
     def restored(self) -> None:
         """The arrays hold what another had learned."""

@@ -180,9 +180,21 @@ def test_what_was_learned_is_kept_in_a_file(tmp_path):
         np.savez(file, **(arrays | {name: broken}))
         with pytest.raises(UsageError, match=f"{name} has values that are not between"):
             make_policy(spec, context())
-    file.write_bytes(b"nothing")
-    with pytest.raises(UsageError, match="cannot be read"):
-        make_policy(spec, context())
+    whole = file.read_bytes()
+    for damaged in (b"nothing", b"", whole[: len(whole) // 2]):
+        file.write_bytes(damaged)
+        with pytest.raises(UsageError, match="cannot be read"):
+            make_policy(spec, context())
+
+
+def test_what_is_never_seen_again_does_not_fade_away():
+    value, certainty = LastingValue(1, 2), MissingCertainty(1, 4)
+    nobody = np.zeros((1, 4), bool)
+    for _ in range(20_000):
+        value._learn(np.zeros(1, np.int64), np.ones(1), 1)
+        certainty.measured(nobody, np.zeros((1, 4)), nobody, opening=False)
+    assert value.weights.min() > 1e-9
+    assert certainty.seen.min() > 1e-9
 
 
 def test_the_cache_is_by_model_and_never_an_error(tmp_path, monkeypatch):
