@@ -135,7 +135,7 @@ void Pager::route(Stream stream, const RouteCall& call) {
   statistics_.issue_us += microseconds_since(planned);
 }
 
-// Has the manager count what it planned last: the device has not come as far as this layer yet.
+// Has the manager count what it planned last, while the device comes as far as this layer. Microseconds.
 double Pager::account() {
   auto start = Clock::now();
   nb::gil_scoped_acquire gil;

@@ -1,8 +1,8 @@
 """The cache manager: hits, misses, the policy's decision, slots, the plan. NumPy only, no device array.
 
 One manager belongs to one engine. Between passes the engine's thread calls `begin_*` and `end_*`; during a pass a
-carrier calls `on_route`, `collect` and `account` for each MoE layer, from a host-callback thread. The two never
-overlap, because the engine waits for a pass before it goes on; so there is no lock.
+carrier calls `on_route` and `collect` for each MoE layer, and `account` where it waits for the device anyway, from a
+host-callback thread. The two never overlap, because the engine waits for a pass before it goes on; so there is no lock.
 """
 
 import time
@@ -143,7 +143,7 @@ class CacheManager:
             raise failure
 
     def forget(self) -> None:
-        """Empties the cache: the pool's content is no longer known."""
+        """Empties the cache: the pool's content is no longer known. A failure that is kept goes, too."""
         if self.cpu_experts is not None:
             self.cpu_experts.reset()
         self.residency.clear()

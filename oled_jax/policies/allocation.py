@@ -96,7 +96,9 @@ class AdaptiveAllocation(Allocation):
         # Plain floats: indexing an array element by element costs more than the arithmetic.
         self._activation: list[float | None] = [None] * L
         self._utilization: list[float | None] = [None] * L
-        self._seen: list[LayerRouting | None] = [None] * L  # by the pass that runs; looked at when nobody waits for it
+        self._seen: dict[
+            int, LayerRouting
+        ] = {}  # by layer, of the pass that runs; read at its end, when no layer waits
         self._passes = 0
 
     def capacities(self) -> Int[np.ndarray, " L"]:
@@ -110,12 +112,10 @@ class AdaptiveAllocation(Allocation):
         means[layer] = value if past is None else self.decay * past + (1.0 - self.decay) * value
 
     def end_iteration(self, outcome: IterationOutcome) -> None:
-        seen, self._seen = self._seen, [None] * self.context.num_layers
+        seen, self._seen = self._seen, {}
         if outcome.kind not in ADAPTING_PASSES:
             return
-        for routing in seen:
-            if routing is None:
-                continue
+        for routing in seen.values():
             self._blend(self._activation, routing.layer, routing.num_activated / self.context.num_experts)
             self._blend(self._utilization, routing.layer, routing.hits.size / max(routing.capacity, 1))
         self._passes += 1

@@ -3,11 +3,10 @@
 import numpy as np
 from jaxtyping import Bool, Float
 
-from oled_jax.policies.learned import FINITE, TINY, Limits
+from oled_jax.policies.learned import FINITE, TINY, Limits, forget
 
 CLAIMS = np.array([0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97])  # where a group of predicted chances begins
 FORGET = 0.995  # weight of the past, per pass
-LEAST_SEEN = 1e-6  # below it nothing is forgotten
 DOUBT = 10.0  # missing pages of each group that count as not used, before any was seen
 
 
@@ -51,9 +50,7 @@ class MissingCertainty:
           missing: not resident now.
           opening: a block's first pass is next.
         """
-        past = np.where(self.seen > LEAST_SEEN, FORGET, 1.0)  # what is never seen again must not fade to 0 / 0
-        self.used *= past
-        self.seen *= past
+        forget(self.used, self.seen, FORGET)
         size = self.used.size
         self.used += np.bincount(self._groups, activated[self._pages], size)
         self.seen += np.bincount(self._groups, minlength=size)

@@ -4,12 +4,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from oled_jax import native
-from oled_jax.policies.learned import COUNT, FINITE, TINY, Limits
+from oled_jax.policies.learned import COUNT, FINITE, TINY, Limits, forget
 
 DISCOUNT = 0.8  # gamma: what waiting one more pass costs
 HALF_LIFE = 500  # passes, of the rates
 FORGET = 0.999  # weight of the past in the value table, per pass
-LEAST_WEIGHT = 1e-6  # below it nothing is forgotten
 PRIOR = 5.0  # observations that the first values are worth
 OLDEST = 300  # passes; greater ages are one
 AGES = np.unique(np.round(1.25 ** np.arange(26)).astype(np.int64))  # where a group of ages begins; below: used just now
@@ -37,10 +36,10 @@ class LastingValue:
         self.weights = np.full(self.sums.shape, PRIOR)
         self._last = np.full(shape, -OLDEST, np.int64)
         self._now = 0
-        self._group_of_age = np.searchsorted(AGES, np.arange(OLDEST + 1), side="right")
-        self._group_of_rate = np.searchsorted(RATES, np.arange(STEPS + 1) / STEPS)
+        group_of_age = np.searchsorted(AGES, np.arange(OLDEST + 1), side="right")
+        self._tables = group_of_age, np.searchsorted(RATES, np.arange(STEPS + 1) / STEPS)
         self._stride = max(1, num_layers * num_experts // SAMPLE)
-        self._groups, self._spare = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._groups = np.zeros(shape, np.int64)
         self.active = np.zeros(shape)
         self.idle = np.zeros(shape)
         self._prepare()
@@ -59,31 +58,28 @@ class LastingValue:
 
     def _prepare(self) -> None:
         """Values for the next pass, [L, E]: of experts that it activates, and of those that it does not."""
-        tables = self._group_of_age, self._group_of_rate
-        value_experts(self._now, self.sums / self.weights, self._last, self.rate, *tables, self.active, self.idle)
+        values = self.sums / self.weights
+        value_experts(self._now, values, self._last, self.rate, *self._tables, self.active, self.idle)
 
     def end_pass(self, activated: Bool[np.ndarray, "L E"]) -> None:
         """A pass is over."""
         self.passes += 1
         pace = max(1 - 0.5 ** (1 / HALF_LIFE), 1 / (int(self.passes[0]) + 10))
-        before, groups = self._groups, self._spare
-        tables = self._group_of_age, self._group_of_rate
-        note_uses(self._now, activated, pace, *tables, self._last, self.rate, groups)
+        before, groups = self._groups, np.empty_like(self._groups)
+        note_uses(self._now, activated, pace, *self._tables, self._last, self.rate, groups)
         if self._now > 0:
             layers = slice(self._now % self._stride, None, self._stride)
             values = (self.sums / self.weights).ravel()
             found = np.where(activated[layers], 1.0, DISCOUNT * values[groups[layers]])
             self._learn(before[layers].ravel(), found.ravel(), found.shape[0])
-        self._groups, self._spare = groups, before
+        self._groups = groups
         self._now += 1
         self._prepare()
 
     def _learn(self, groups: Int[np.ndarray, " n"], found: Float[np.ndarray, " n"], num_layers: int) -> None:
         """Adds the observations of some layers, each layer as a part of one."""
         share, size = 1.0 / max(num_layers, 1), self.sums.size
-        past = np.where(self.weights > LEAST_WEIGHT, FORGET, 1.0)  # what is never seen again must not fade to 0 / 0
-        self.sums *= past
-        self.weights *= past
+        forget(self.sums, self.weights, FORGET)
         self.sums += share * np.bincount(groups, found, size).reshape(self.sums.shape)
         self.weights += share * np.bincount(groups, minlength=size).reshape(self.sums.shape)
 

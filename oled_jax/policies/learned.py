@@ -26,6 +26,14 @@ Limits = tuple[float, float]  # least and greatest
 FINITE = float(np.finfo(np.float32).max)
 TINY = float(np.finfo(np.float32).tiny)
 COUNT: Limits = (0, float(2**53))
+LEAST_WEIGHT = 1e-6  # below it nothing is forgotten: what is never seen again must not fade to 0 / 0
+
+
+def forget(sums: np.ndarray, weights: np.ndarray, share: float) -> None:
+    """Takes this share of the past of weighted sums, in place; their ratios stay."""
+    past = np.where(weights > LEAST_WEIGHT, share, 1.0)
+    sums *= past
+    weights *= past
 
 
 @runtime_checkable

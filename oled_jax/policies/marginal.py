@@ -48,7 +48,7 @@ class MarginalAllocation(Allocation):
         """A layer's residents were chosen by these scores."""
         layer = routing.layer
         self._resident[layer] = routing.resident
-        np.greater(routing.loads, 0, out=self._activated[layer])
+        self._activated[layer] = routing.activated
         self._keep[layer] = decision.keep
         self._scores[layer] = scores
 
