@@ -1,11 +1,19 @@
-// NumPy arrays as arguments, by the buffer protocol.
+// NumPy arrays as arguments, read as NumPy's C interface lays them out.
 //
-// nb::ndarray goes by DLPack, which takes 0.3 us an argument, and 0.5 us where the array is
-// read-only. The buffer protocol takes 0.1 us, and planning a layer takes some fifty arguments.
+// nb::ndarray goes by DLPack, which takes 0.3 us an argument, and the buffer protocol allocates a
+// description of each new array. Planning a layer takes some fifty arguments, with cold caches.
 
 #pragma once
 
 #include <nanobind/nanobind.h>
+
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL oled_jax_numpy
+#ifndef OLED_JAX_IMPORTS_NUMPY
+#define NO_IMPORT_ARRAY
+#endif
+#include <numpy/arrayobject.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -17,33 +25,27 @@ template <class T>
 struct NumpyType;
 template <>
 struct NumpyType<bool> {
-  static constexpr const char* name = "bool";
-  static constexpr const char* formats = "?";
+  static constexpr int number = NPY_BOOL;
 };
 template <>
 struct NumpyType<uint8_t> {
-  static constexpr const char* name = "uint8";
-  static constexpr const char* formats = "B";
+  static constexpr int number = NPY_UINT8;
 };
 template <>
 struct NumpyType<int32_t> {
-  static constexpr const char* name = "int32";
-  static constexpr const char* formats = "il";  // l is of 4 or 8 bytes: the item size decides
+  static constexpr int number = NPY_INT32;
 };
 template <>
 struct NumpyType<int64_t> {
-  static constexpr const char* name = "int64";
-  static constexpr const char* formats = "lq";
+  static constexpr int number = NPY_INT64;
 };
 template <>
 struct NumpyType<float> {
-  static constexpr const char* name = "float32";
-  static constexpr const char* formats = "f";
+  static constexpr int number = NPY_FLOAT32;
 };
 template <>
 struct NumpyType<double> {
-  static constexpr const char* name = "float64";
-  static constexpr const char* formats = "d";
+  static constexpr int number = NPY_FLOAT64;
 };
 
 // An array of `Rank` axes, borrowed for the time of a call. All axes but the first of several are
@@ -51,38 +53,42 @@ struct NumpyType<double> {
 template <class T, int Rank = 1>
 class NumpyView {
  public:
-  NumpyView() { buffer_.obj = nullptr; }
-  ~NumpyView() {
-    if (buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
-  }
+  NumpyView() = default;
   NumpyView(const NumpyView&) = delete;
   NumpyView& operator=(const NumpyView&) = delete;
 
-  // False, and no Python error is set, if the object is no such array.
+  // False if the object is no such array.
   bool borrow(PyObject* object) noexcept {
-    const int writable = std::is_const_v<T> ? 0 : PyBUF_WRITABLE;
-    if (PyObject_GetBuffer(object, &buffer_, PyBUF_STRIDES | PyBUF_FORMAT | writable) != 0) {
-      PyErr_Clear();
-      buffer_.obj = nullptr;
-      return false;
+    if (!PyArray_Check(object)) return false;
+    auto* array = reinterpret_cast<PyArrayObject*>(object);
+    if (!fits(array)) return false;
+    data_ = PyArray_DATA(array);
+    size_ = 1;
+    for (int axis = 0; axis < Rank; ++axis) {
+      shape_[axis] = PyArray_DIM(array, axis);
+      size_ *= shape_[axis];
     }
-    if (fits()) return true;
-    PyBuffer_Release(&buffer_);
-    return false;
+    step_ = PyArray_STRIDE(array, 0);
+    return true;
+  }
+  // The same, and keeps the array.
+  bool own(nanobind::object array) noexcept {
+    owner_ = std::move(array);
+    return borrow(owner_.ptr());
   }
 
-  int64_t shape(int axis) const { return buffer_.shape[axis]; }
-  int64_t size() const { return buffer_.len / static_cast<int64_t>(sizeof(T)); }
+  int64_t shape(int axis) const { return shape_[axis]; }
+  int64_t size() const { return size_; }
   // Of the first axis.
   T* row(int64_t index) const {
-    return reinterpret_cast<T*>(static_cast<char*>(buffer_.buf) + index * buffer_.strides[0]);
+    return reinterpret_cast<T*>(static_cast<char*>(data_) + index * step_);
   }
   // Elements from one row to the next.
-  int64_t row_step() const { return buffer_.strides[0] / static_cast<int64_t>(sizeof(T)); }
-  T* begin() const { return static_cast<T*>(buffer_.buf); }
+  int64_t row_step() const { return step_ / static_cast<int64_t>(sizeof(T)); }
+  T* begin() const { return static_cast<T*>(data_); }
   T* end() const {
     static_assert(Rank == 1);
-    return begin() + size();
+    return begin() + size_;
   }
   T& operator[](int64_t index) const {
     static_assert(Rank == 1);
@@ -90,22 +96,50 @@ class NumpyView {
   }
 
  private:
-  bool fits() const noexcept {
-    using Type = NumpyType<std::remove_const_t<T>>;
-    if (buffer_.ndim != Rank || buffer_.itemsize != sizeof(T)) return false;
-    bool known = false;
-    for (const char* format = Type::formats; *format != 0; ++format) {
-      known = known || (buffer_.format[0] == *format && buffer_.format[1] == 0);
+  static bool fits(PyArrayObject* array) noexcept {
+    constexpr int needed = NPY_ARRAY_ALIGNED | (std::is_const_v<T> ? 0 : NPY_ARRAY_WRITEABLE);
+    const int number = PyArray_TYPE(array);
+    // Two numbers stand for int64 where `long` and `long long` are the same.
+    const bool known = number == Type::number || (Type::number == NPY_INT64 && number == kOtherInt64);
+    if (!known || PyArray_NDIM(array) != Rank || !PyArray_CHKFLAGS(array, needed) ||
+        !PyArray_ISNOTSWAPPED(array)) {
+      return false;
     }
-    Py_ssize_t step = sizeof(T);
+    npy_intp step = sizeof(T);
     for (int axis = Rank - 1; axis >= (Rank > 1 ? 1 : 0); --axis) {
-      if (buffer_.shape[axis] > 1 && buffer_.strides[axis] != step) return false;
-      step *= buffer_.shape[axis];
+      if (PyArray_DIM(array, axis) > 1 && PyArray_STRIDE(array, axis) != step) return false;
+      step *= PyArray_DIM(array, axis);
     }
-    return known;
+    return true;
   }
 
-  Py_buffer buffer_;
+  using Type = NumpyType<std::remove_const_t<T>>;
+  static constexpr int kOtherInt64 = NPY_INT64 == NPY_LONG ? NPY_LONGLONG : NPY_LONG;
+
+  void* data_ = nullptr;
+  int64_t shape_[Rank] = {};
+  int64_t size_ = 0, step_ = 0;
+  nanobind::object owner_;
+};
+
+// A new array of one axis.
+template <class T>
+class NewArray {
+ public:
+  explicit NewArray(int64_t size) {
+    npy_intp shape[] = {static_cast<npy_intp>(size)};
+    PyObject* array = PyArray_SimpleNew(1, shape, NumpyType<T>::number);
+    if (array == nullptr) throw nanobind::python_error();
+    object_ = nanobind::steal(array);
+  }
+
+  T* begin() const {
+    return static_cast<T*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(object_.ptr())));
+  }
+  nanobind::object object() const { return object_; }
+
+ private:
+  nanobind::object object_;
 };
 
 }  // namespace oled_jax
@@ -123,11 +157,11 @@ struct type_caster<oled_jax::NumpyView<T, Rank>> {
       return false;
     }
     try {
-      const char* dtype = oled_jax::NumpyType<std::remove_const_t<T>>::name;
       object array = module_::import_("numpy").attr("asarray")(source);
+      object dtype = steal(reinterpret_cast<PyObject*>(
+          PyArray_DescrFromType(oled_jax::NumpyType<std::remove_const_t<T>>::number)));
       // Same kind only: 1.5 is no expert's number.
-      object copy = array.attr("astype")(dtype, "C", "same_kind");
-      return value.borrow(copy.ptr());
+      return value.own(array.attr("astype")(dtype, "C", "same_kind"));
     } catch (...) {
       PyErr_Clear();
       return false;

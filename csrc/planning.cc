@@ -62,12 +62,13 @@ void count_loads(const NumpyView<const int32_t, 3>& expert_ids, const Flags& tok
   }
 }
 
-nb::tuple split_activated(int64_t layer, int64_t pass_number, const Numbers& loads,
+// Loads: a view of int64, const or not.
+template <class Loads>
+nb::tuple split_activated(int64_t layer, int64_t pass_number, const Loads& loads,
                           const NumpyView<const int32_t, 2>& slot,
-                          const NumpyView<int64_t, 2>& last_use, const NumpyView<bool>& resident,
-                          const NumpyView<int64_t>& experts) {
+                          const NumpyView<int64_t, 2>& last_use, const NumpyView<bool>& resident) {
   const int64_t E = loads.size();
-  require(resident.size() == E && experts.size() == E, "arrays of different numbers of experts");
+  require(resident.size() == E, "arrays of different numbers of experts");
   require(slot.shape(1) == E && last_use.shape(1) == E, "tables of another number of experts");
   require(0 <= layer && layer < std::min(slot.shape(0), last_use.shape(0)), "no such layer");
   const int32_t* slots = slot.row(layer);
@@ -80,11 +81,22 @@ nb::tuple split_activated(int64_t layer, int64_t pass_number, const Numbers& loa
     hits += resident[e];
     ++activated;
   }
-  int64_t hit = 0, miss = hits;
+  NewArray<int64_t> hit(hits), missed(activated - hits);
+  int64_t *next_hit = hit.begin(), *next_miss = missed.begin();
   for (int64_t e = 0; e < E; ++e) {
-    if (loads[e] > 0) experts[resident[e] ? hit++ : miss++] = e;
+    if (loads[e] > 0) *(resident[e] ? next_hit : next_miss)++ = e;
   }
-  return nb::make_tuple(hits, activated);
+  return nb::make_tuple(hit.object(), missed.object());
+}
+
+nb::tuple unpack_activated(int64_t layer, int64_t pass_number,
+                           const NumpyView<const int32_t, 2>& packed, const Flags& token_mask,
+                           const NumpyView<int32_t, 2>& expert_ids,
+                           const NumpyView<float, 2>& gates, const NumpyView<int64_t>& loads,
+                           const NumpyView<const int32_t, 2>& slot,
+                           const NumpyView<int64_t, 2>& last_use, const NumpyView<bool>& resident) {
+  unpack(packed, token_mask, expert_ids, gates, loads);
+  return split_activated(layer, pass_number, loads, slot, last_use, resident);
 }
 
 // Priorities of one layer: N * K ids and gates, E scores.
@@ -183,11 +195,10 @@ void exchange(std::vector<Miss>& misses, int64_t count, double h2d_us, int64_t s
   }
 }
 
-int64_t split_balanced(const Numbers& misses, const Numbers& loads, const Reals& scores,
-                       double h2d_us, double cpu_fixed_us, double cpu_token_us,
-                       double reuse_scale, int64_t swaps, const NumpyView<int64_t>& ranked) {
+nb::tuple split_balanced(const Numbers& misses, const Numbers& loads, const Reals& scores,
+                         double h2d_us, double cpu_fixed_us, double cpu_token_us,
+                         double reuse_scale, int64_t swaps) {
   const int64_t M = misses.size();
-  require(ranked.size() == M, "ranked has another size");
   require_experts(misses, std::min(loads.size(), scores.size()));
   std::vector<Miss> sorted(M);
   double cpu_us = 0.0;
@@ -203,8 +214,11 @@ int64_t split_balanced(const Numbers& misses, const Numbers& loads, const Reals&
   std::stable_sort(sorted.begin(), sorted.end(),
                    [](const Miss& a, const Miss& b) { return greater(a.score, b.score); });
   if (0 < count && count < M) exchange(sorted, count, h2d_us, swaps);
-  for (int64_t i = 0; i < M; ++i) ranked[i] = sorted[i].expert;
-  return count;
+  NewArray<int64_t> to_gpu(count), to_cpu(M - count);
+  for (int64_t i = 0; i < M; ++i) {
+    (i < count ? to_gpu.begin()[i] : to_cpu.begin()[i - count]) = sorted[i].expert;
+  }
+  return nb::make_tuple(to_gpu.object(), to_cpu.object());
 }
 
 nb::tuple scan_paths(double h2d_us, const Reals& cpu, const Reals& reuse,
@@ -241,13 +255,14 @@ nb::tuple scan_paths(double h2d_us, const Reals& cpu, const Reals& reuse,
   return nb::make_tuple(value, *std::min_element(bounds.begin(), bounds.end()));
 }
 
-void choose_residents(const Flags& resident, const Numbers& entering, const Reals& scores,
-                      const Numbers& last_use, int64_t count, const NumpyView<bool>& chosen) {
+nb::object best_residents(const Flags& resident, const Numbers& entering, const Reals& scores,
+                          const Numbers& last_use, int64_t count) {
   const int64_t E = resident.size();
-  require(scores.size() == E && last_use.size() == E && chosen.size() == E,
-          "arrays of different numbers of experts");
+  require(scores.size() == E && last_use.size() == E, "arrays of different numbers of experts");
   require_experts(entering, E);
-  std::copy(resident.begin(), resident.end(), chosen.begin());
+  NewArray<bool> array(E);
+  bool* chosen = array.begin();
+  std::copy(resident.begin(), resident.end(), chosen);
   for (int64_t e : entering) chosen[e] = true;
   struct Candidate {
     double score;
@@ -258,7 +273,7 @@ void choose_residents(const Flags& resident, const Numbers& entering, const Real
   for (int64_t e = 0; e < E; ++e) {
     if (chosen[e]) candidates.push_back({scores[e], last_use[e], e});
   }
-  if (static_cast<int64_t>(candidates.size()) <= count) return;
+  if (static_cast<int64_t>(candidates.size()) <= count) return array.object();
   const auto best = candidates.begin() + std::max<int64_t>(count, 0);
   std::nth_element(candidates.begin(), best, candidates.end(),
                    [](const Candidate& a, const Candidate& b) {
@@ -268,15 +283,16 @@ void choose_residents(const Flags& resident, const Numbers& entering, const Real
                      return a.expert < b.expert;
                    });
   for (auto dropped = best; dropped != candidates.end(); ++dropped) chosen[dropped->expert] = false;
+  return array.object();
 }
 
-// As in oled_jax/offload/manager.py.
+// As in oled_jax/offload/residency.py.
 enum Fault : int64_t { kNoFault, kNotTheMisses, kKeepsAbsent, kKeepsTooMany };
 
+// slots: the layer's row of the slot table.
 int64_t find_fault(const Numbers& misses, const Numbers& to_gpu, const Numbers& to_cpu,
-                   const Flags& resident, const Flags& keep, int64_t most) {
-  const int64_t E = resident.size();
-  require(keep.size() == E, "keep has another number of experts");
+                   const int32_t* slots, const Flags& keep, int64_t most) {
+  const int64_t E = keep.size();
   require_experts(misses, E);
   enum : char { kNothing, kMissed, kMoved, kComputed };
   std::vector<char> state(E, kNothing);
@@ -292,7 +308,7 @@ int64_t find_fault(const Numbers& misses, const Numbers& to_gpu, const Numbers& 
   }
   int64_t kept = 0;
   for (int64_t e = 0; e < E; ++e) {
-    if (keep[e] && !resident[e] && state[e] != kMoved) return kKeepsAbsent;
+    if (keep[e] && slots[e] < 0 && state[e] != kMoved) return kKeepsAbsent;
     kept += keep[e];
   }
   return kept > most ? kKeepsTooMany : kNoFault;
@@ -335,17 +351,20 @@ struct Slots {
   }
 };
 
-nb::tuple move_pages(int64_t layer, int64_t num_free, const Numbers& hits, const Numbers& to_gpu,
-                 const Flags& keep, const NumpyView<int32_t, 2>& table,
-                 const NumpyView<int32_t>& free, const NumpyView<int32_t>& slots,
-                 const NumpyView<int32_t>& ends) {
+nb::tuple move_pages(int64_t layer, int64_t num_free, const Numbers& hits, const Numbers& misses,
+                     const Numbers& to_gpu, const Numbers& to_cpu, const Flags& keep, int64_t most,
+                     const NumpyView<int32_t, 2>& table, const NumpyView<int32_t>& free,
+                     const NumpyView<int32_t>& ends) {
   const int64_t E = table.shape(1), G = to_gpu.size(), H = hits.size();
   require(0 <= layer && layer < table.shape(0), "no such layer");
   require(0 <= num_free && num_free <= free.size(), "more slots are free than there are");
-  require(keep.size() == E && slots.size() == H + G && ends.size() >= std::max<int64_t>(G, 1),
-          "arrays of other sizes");
+  require(keep.size() == E && ends.size() >= std::max<int64_t>(G, 1), "arrays of other sizes");
   require_experts(hits, E);
-  require_experts(to_gpu, E);
+  if (int64_t fault = find_fault(misses, to_gpu, to_cpu, table.row(layer), keep, most)) {
+    return nb::make_tuple(fault, 0, num_free, NewArray<int32_t>(0).object());
+  }
+  NewArray<int32_t> array(H + G);
+  int32_t* slots = array.begin();
   Slots pool{table.row(layer), free, num_free};
   for (int64_t i = 0; i < H; ++i) slots[i] = pool.row[hits[i]];
   std::vector<int64_t> leaving;
@@ -378,7 +397,7 @@ nb::tuple move_pages(int64_t layer, int64_t num_free, const Numbers& hits, const
     done = end;
   } while (done < G);
   pool.release();
-  return nb::make_tuple(rounds, pool.num_free);
+  return nb::make_tuple(int64_t{kNoFault}, rounds, pool.num_free, array.object());
 }
 
 // The order of WRITTEN in oled_jax/offload/plan.py.
@@ -398,17 +417,14 @@ enum Field {
 
 void write_layer(const NumpyView<const int32_t, 2>& expert_ids, const Flags& token_mask,
                 const Numbers& hits, const Numbers& to_gpu, const NumpyView<const int32_t>& slots,
-                const NumpyView<const int32_t>& ends, nb::handle shape,
+                const NumpyView<const int32_t>& ends, nb::handle items,
                 const NumpyView<const int64_t, 2>& bounds, const NumpyView<int32_t>& plan) {
   const int64_t N = expert_ids.shape(0), K = expert_ids.shape(1);
   const int64_t H = hits.size(), G = to_gpu.size(), S = H + G, R = ends.size();
-  const auto E = nb::cast<int64_t>(shape.attr("num_experts"));
-  const auto rows = nb::cast<int64_t>(shape.attr("rows"));
+  const auto rows = nb::cast<int64_t>(items.attr("rows"));
   require(token_mask.size() == N && slots.size() == S && R > 0 && rows > 0,
           "arrays of other sizes");
   require(bounds.shape(0) == kFields && bounds.shape(1) == 2, "bounds of other fields");
-  require_experts(hits, E);
-  require_experts(to_gpu, E);
   const auto field = [&](Field name, int64_t length) {
     const int64_t* bound = bounds.row(name);
     require(0 <= bound[0] && bound[0] + length <= bound[1] && bound[1] <= plan.size(),
@@ -416,6 +432,9 @@ void write_layer(const NumpyView<const int32_t, 2>& expert_ids, const Flags& tok
     return plan.begin() + bound[0];
   };
   const auto length = [&](Field name) { return bounds.row(name)[1] - bounds.row(name)[0]; };
+  const int64_t E = length(kTransferExpert);
+  require_experts(hits, E);
+  require_experts(to_gpu, E);
 
   // Keys number the experts in the order in which they are computed; S: by nobody on the device.
   std::vector<int32_t> key(E, static_cast<int32_t>(S)), count(S + 1), item(S + 1);
@@ -432,8 +451,8 @@ void write_layer(const NumpyView<const int32_t, 2>& expert_ids, const Flags& tok
   // Where an item holds every token of the pass, a token's row is its number.
   const bool direct = rows == N;
   for (int64_t i = 0; i < S; ++i) {
-    const int64_t items = direct ? count[i] > 0 : (count[i] + rows - 1) / rows;
-    item[i + 1] = static_cast<int32_t>(item[i] + items);
+    const int64_t needed = direct ? count[i] > 0 : (count[i] + rows - 1) / rows;
+    item[i + 1] = static_cast<int32_t>(item[i] + needed);
   }
   int32_t* item_slot = field(kItemSlot, item[S]);
   for (int64_t i = 0; i < S; ++i) std::fill(item_slot + item[i], item_slot + item[i + 1], slots[i]);
@@ -467,15 +486,14 @@ void write_layer(const NumpyView<const int32_t, 2>& expert_ids, const Flags& tok
 
 void bind_planning(nb::module_& module) {
   nb::module_ planning = module.def_submodule("planning", "NumPy functions of oled_jax, compiled.");
-  planning.def("unpack", &unpack);
   planning.def("count_loads", &count_loads);
-  planning.def("split_activated", &split_activated);
+  planning.def("split_activated", &split_activated<Numbers>);
+  planning.def("unpack_activated", &unpack_activated);
   planning.def("score_layer", &score_layer);
   planning.def("score_layers", &score_layers);
   planning.def("split_balanced", &split_balanced);
   planning.def("scan_paths", &scan_paths);
-  planning.def("choose_residents", &choose_residents);
-  planning.def("find_fault", &find_fault);
+  planning.def("best_residents", &best_residents);
   planning.def("exchange_arrivals", &exchange_arrivals);
   planning.def("move_pages", &move_pages);
   planning.def("write_layer", &write_layer);

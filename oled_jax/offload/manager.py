@@ -7,16 +7,15 @@ host-callback thread. The two never overlap, because the engine waits for a pass
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32
 
-from oled_jax import native
 from oled_jax.errors import PolicyError
 from oled_jax.offload.cpu_experts.base import CpuExperts, CpuWork
 from oled_jax.offload.plan import MAX_PREFETCHES, PlanLayout
-from oled_jax.offload.residency import Residency
+from oled_jax.offload.residency import KEEPS_ABSENT, KEEPS_TOO_MANY, NOT_THE_MISSES, Residency
 from oled_jax.offload.schedule import Move, PlacedLayer, place, write_plan
 from oled_jax.offload.shares import CacheShares
 from oled_jax.offload.statistics import CacheStatistics
@@ -32,8 +31,6 @@ from oled_jax.policies.base import (
     top_scored,
 )
 from oled_jax.traces.record import TraceRecorder
-
-NOT_THE_MISSES, KEEPS_ABSENT, KEEPS_TOO_MANY = 1, 2, 3  # faults of a decision
 
 
 class _PassBuffers(NamedTuple):
@@ -205,12 +202,15 @@ class CacheManager:
         info = self._info
         if info is None or info.token_mask.size != packed.shape[0]:
             raise RuntimeError(f"a route of {packed.shape[0]} tokens arrived outside a pass of that size")
-        unpack(packed, info.token_mask, ids, gates, self._loads)
-        routing = self._routing(layer, ids, gates, self._loads)
-        decision = self._decide(routing)
+        activated = self.residency.activate_packed(
+            layer, packed, info.token_mask, ids, gates, self._loads, self._pass_number
+        )
+        routing = self._routing(layer, ids, gates, self._loads, info, *activated)
+        decision = self.policy.on_route(routing)
+        placed = self._settle(routing, decision)
         if decision.to_cpu.size:
             self._start_cpu(routing, decision, hidden)
-        write_plan(self._settle(routing, decision), layout, plans[layer])
+        write_plan(placed, layout, plans[layer])
         self._settled = routing, decision
 
     # Replays
@@ -230,8 +230,11 @@ class CacheManager:
         Raises:
           whatever the policy raises, at once.
         """
-        routing = self._routing(layer, ids, gates, loads)
-        decision = self._decide(routing)
+        if self._info is None:
+            raise RuntimeError("a route arrived outside a pass")
+        activated = self.residency.activate(layer, loads, self._pass_number)
+        routing = self._routing(layer, ids, gates, loads, self._info, *activated)
+        decision = self.policy.on_route(routing)
         placed = self._settle(routing, decision)
         self._count(routing, decision)
         return placed
@@ -247,31 +250,17 @@ class CacheManager:
         for layer in range(len(wanted)):
             self.residency.admit(layer, np.flatnonzero(wanted[layer] & ~resident[layer]))
 
-    def _decide(self, routing: LayerRouting) -> Decision:
-        decision = self.policy.on_route(routing)
-        self._check(routing, decision)
-        return decision
-
-    def _settle(self, routing: LayerRouting, decision: Decision) -> PlacedLayer:
-        """Makes a decision true in the tables."""
-        for other, expert in decision.evict:
-            self._evict(other, np.array([expert]))
-        placed = place(self.residency, routing, decision)
-        if decision.prefetch or self._wanted:
-            placed.prefetches.extend(self._prefetches(routing, decision))
-        return placed
-
     def _routing(
         self,
         layer: int,
         ids: Int[np.ndarray, "N K"],
         gates: Float32[np.ndarray, "N K"],
         loads: Int[np.ndarray, " E"],
+        info: PassInfo,
+        resident: Bool[np.ndarray, " E"],
+        hits: Int[np.ndarray, " H"],
+        misses: Int[np.ndarray, " M"],
     ) -> LayerRouting:
-        info = self._info
-        if info is None:
-            raise RuntimeError("a route arrived outside a pass")
-        resident, hits, misses = self.residency.activate(layer, loads, self._pass_number)
         return LayerRouting(
             layer=layer,
             info=info,
@@ -285,21 +274,29 @@ class CacheManager:
             capacity=self.policy.capacities().item(layer),
         )
 
-    def _check(self, routing: LayerRouting, decision: Decision) -> None:
-        """Every miss handled once; keep is made of pages that are there and fits."""
-        to_cpu, keep = decision.to_cpu, decision.keep
-        most = routing.capacity + len(decision.evict)
-        fault = find_fault(routing.misses, decision.to_gpu, to_cpu, routing.resident, keep, most)
-        if fault == NOT_THE_MISSES:
-            self._refuse(routing.layer, "its transfers and CPU experts are not exactly the misses, each once")
-        if to_cpu.size and not self.policy.context.cpu_available:
+    def _settle(self, routing: LayerRouting, decision: Decision) -> PlacedLayer:
+        """Makes a decision true in the tables, which mean nothing if it breaks the engine's rules and is refused."""
+        for other, expert in decision.evict:
+            self._evict(other, np.array([expert]))
+        fault, placed = place(self.residency, routing, decision)
+        if fault:
+            self._refuse_fault(fault, routing, decision)
+        if decision.to_cpu.size and not self.policy.context.cpu_available:
             self._refuse(routing.layer, "it leaves experts to the CPU, but the engine has no CPU backend")
-        if fault == KEEPS_ABSENT:
-            self._refuse(routing.layer, "it keeps experts that are neither resident nor transferred")
-        if fault == KEEPS_TOO_MANY:
-            self._refuse(routing.layer, f"it keeps {keep.sum()} experts, the capacity is {routing.capacity}")
+        if decision.prefetch or self._wanted:
+            placed.prefetches.extend(self._prefetches(routing, decision))
+        return placed
 
-    def _refuse(self, layer: int | None, why: str) -> None:
+    def _refuse_fault(self, fault: int, routing: LayerRouting, decision: Decision) -> NoReturn:
+        kept = decision.keep.sum()
+        faults = {
+            NOT_THE_MISSES: "its transfers and CPU experts are not exactly the misses, each once",
+            KEEPS_ABSENT: "it keeps experts that are neither resident nor transferred",
+            KEEPS_TOO_MANY: f"it keeps {kept} experts, the capacity is {routing.capacity}",
+        }
+        self._refuse(routing.layer, faults[fault])
+
+    def _refuse(self, layer: int | None, why: str) -> NoReturn:
         where = "" if layer is None else f", layer {layer}"
         raise PolicyError(f"policy {self.policy.name!r}{where}: {why}")
 
@@ -320,7 +317,7 @@ class CacheManager:
     def _count_settled(self) -> float:
         """Counts the layer that was planned last and returns the microseconds that it took.
 
-        What was lent to it still holds: `unpack` writes the next layer's routes only after this.
+        What was lent to it still holds: the next layer's routes are written only after this.
         """
         settled, self._settled = self._settled, None
         if settled is None:
@@ -423,45 +420,3 @@ class CacheManager:
 
 def _descending_priority(request: PageRequest) -> float:
     return -request.priority
-
-
-@native.compiled
-def unpack(
-    packed: Int32[np.ndarray, "N K2"],
-    token_mask: Bool[np.ndarray, " N"],
-    expert_ids: Int32[np.ndarray, "N K"],
-    gates: Float32[np.ndarray, "N K"],
-    loads: Int[np.ndarray, " E"],
-) -> None:
-    """Writes expert ids and gates of a packed route, and how many tokens each expert got; padding counts nothing.
-
-    Raises:
-      ValueError: there is no such expert.
-    """
-    K, E = expert_ids.shape[1], loads.size
-    expert_ids[:] = packed[:, :K]
-    gates[:] = packed[:, K:].view(np.float32)
-    counts = np.bincount(expert_ids[token_mask].ravel(), minlength=E)
-    if counts.size > E:
-        raise ValueError("there is no such expert")
-    loads[:] = counts
-
-
-@native.compiled
-def find_fault(
-    misses: Int[np.ndarray, " M"],
-    to_gpu: Int[np.ndarray, " G"],
-    to_cpu: Int[np.ndarray, " H"],
-    resident: Bool[np.ndarray, " E"],
-    keep: Bool[np.ndarray, " E"],
-    most: int,
-) -> int:
-    """What is wrong with a decision: the first of the faults above, or 0. most: that it may keep."""
-    handled = np.concatenate([to_gpu, to_cpu]) if to_cpu.size else to_gpu
-    if handled is not misses and (handled.size != misses.size or np.count_nonzero(np.sort(handled) != misses)):
-        return NOT_THE_MISSES
-    present = resident.copy()
-    present[to_gpu] = True
-    if np.count_nonzero(keep > present):
-        return KEEPS_ABSENT
-    return KEEPS_TOO_MANY if np.count_nonzero(keep) > most else 0

@@ -5,11 +5,12 @@ layers moves integers. Slots that hold no resident page are free; at least `spar
 """
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Bool, Float32, Int, Int32
 
 from oled_jax import native
 
 NO_SLOT = -1
+NOT_THE_MISSES, KEEPS_ABSENT, KEEPS_TOO_MANY = 1, 2, 3  # faults of a decision
 DEFAULT_SPARE = 32  # slots beyond the sum of C_l that transfers land in
 
 
@@ -81,33 +82,61 @@ class Residency:
         Returns:
           who is resident, lent until the next call; hits and misses, ascending.
         """
-        experts = np.empty(loads.size, np.int64)
-        hits, activated = split_activated(layer, pass_number, loads, self.slot, self.last_use, self._resident, experts)
-        return self._resident, experts[:hits], experts[hits:activated]
+        hits, misses = split_activated(layer, pass_number, loads, self.slot, self.last_use, self._resident)
+        return self._resident, hits, misses
+
+    def activate_packed(
+        self,
+        layer: int,
+        packed: Int[np.ndarray, "N K2"],
+        token_mask: Bool[np.ndarray, " N"],
+        expert_ids: Int32[np.ndarray, "N K"],
+        gates: Float32[np.ndarray, "N K"],
+        loads: Int[np.ndarray, " E"],
+        pass_number: int,
+    ) -> tuple[Bool[np.ndarray, " E"], Int[np.ndarray, " H"], Int[np.ndarray, " M"]]:
+        """`activate` for a route as it comes from the device; writes its ids, gates and tokens per expert.
+
+        Args:
+          packed: expert ids, then gates (float32 bits).
+          token_mask: padding counts nothing.
+
+        Raises:
+          ValueError: there is no such expert.
+        """
+        tables = self.slot, self.last_use, self._resident
+        hits, misses = unpack_activated(layer, pass_number, packed, token_mask, expert_ids, gates, loads, *tables)
+        return self._resident, hits, misses
 
     def exchange(
         self,
         layer: int,
         hits: Int[np.ndarray, " H"],
-        entering: Int[np.ndarray, " G"],
+        misses: Int[np.ndarray, " M"],
+        to_gpu: Int[np.ndarray, " G"],
+        to_cpu: Int[np.ndarray, " C"],
         keep: Bool[np.ndarray, " E"],
-    ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, " R"]]:
+        most: int,
+    ) -> tuple[int, Int32[np.ndarray, " S"], Int32[np.ndarray, " R"]]:
         """Gives every page that enters a layer a slot, in rounds, and leaves exactly `keep` resident.
 
         One round, if there are as many free slots. Else each round takes half of the free ones; slots of what is not
         kept become free when the round after theirs has been planned.
 
+        Args:
+          most: that may be kept.
+
         Returns:
-          slots of `hits`, then of `entering`; where each round ends in `entering`, lent until the next call.
+          what is wrong with the decision, and then nothing is done: the first of the faults above, or 0; slots of
+          `hits`, then of `to_gpu`; where each round ends in `to_gpu`, lent until the next call.
 
         Raises:
-          RuntimeError: a page that enters is resident, or no slot is free for a round.
+          RuntimeError: no slot is free for a round.
         """
-        slots = np.empty(hits.size + entering.size, np.int32)
-        rounds, self.free_slots = move_pages(
-            layer, self.free_slots, hits, entering, keep, self.slot, self._free, slots, self._ends
+        fault, rounds, self.free_slots, slots = move_pages(
+            layer, self.free_slots, hits, misses, to_gpu, to_cpu, keep, most, self.slot, self._free, self._ends
         )
-        return slots, self._ends[:rounds]
+        return fault, slots, self._ends[:rounds]
 
     def check(self) -> None:
         """Raises RuntimeError unless every slot is either free or holds exactly one page."""
@@ -124,21 +153,36 @@ def split_activated(
     slot: Int32[np.ndarray, "L E"],
     last_use: Int[np.ndarray, "L E"],
     resident: Bool[np.ndarray, " E"],
-    experts: Int[np.ndarray, " E"],
-) -> tuple[int, int]:
-    """What `Residency.activate` does to the tables: writes who is resident, and hits, then misses to `experts`.
-
-    Returns:
-      the number of hits, and of hits and misses.
-    """
+) -> tuple[Int[np.ndarray, " H"], Int[np.ndarray, " M"]]:
+    """What `Residency.activate` does to the tables: writes who is resident. Returns hits and misses."""
     np.greater_equal(slot[layer], 0, out=resident)
     activated = loads > 0
     last_use[layer, activated] = pass_number
-    hits = (activated & resident).nonzero()[0]
-    misses = (activated > resident).nonzero()[0]
-    experts[: hits.size] = hits
-    experts[hits.size : hits.size + misses.size] = misses
-    return hits.size, hits.size + misses.size
+    return (activated & resident).nonzero()[0], (activated > resident).nonzero()[0]
+
+
+@native.compiled
+def unpack_activated(
+    layer: int,
+    pass_number: int,
+    packed: Int32[np.ndarray, "N K2"],
+    token_mask: Bool[np.ndarray, " N"],
+    expert_ids: Int32[np.ndarray, "N K"],
+    gates: Float32[np.ndarray, "N K"],
+    loads: Int[np.ndarray, " E"],
+    slot: Int32[np.ndarray, "L E"],
+    last_use: Int[np.ndarray, "L E"],
+    resident: Bool[np.ndarray, " E"],
+) -> tuple[Int[np.ndarray, " H"], Int[np.ndarray, " M"]]:
+    """What `Residency.activate_packed` does."""
+    K, E = expert_ids.shape[1], loads.size
+    expert_ids[:] = packed[:, :K]
+    gates[:] = packed[:, K:].view(np.float32)
+    counts = np.bincount(expert_ids[token_mask].ravel(), minlength=E)
+    if counts.size > E:
+        raise ValueError("there is no such expert")
+    loads[:] = counts
+    return split_activated(layer, pass_number, loads, slot, last_use, resident)
 
 
 @native.compiled
@@ -146,15 +190,21 @@ def move_pages(
     layer: int,
     num_free: int,
     hits: Int[np.ndarray, " H"],
+    misses: Int[np.ndarray, " M"],
     entering: Int[np.ndarray, " G"],
+    to_cpu: Int[np.ndarray, " C"],
     keep: Bool[np.ndarray, " E"],
+    most: int,
     slot: Int32[np.ndarray, "L E"],
     free: Int32[np.ndarray, " N"],
-    slots: Int32[np.ndarray, " S"],
     ends: Int32[np.ndarray, " R"],
-) -> tuple[int, int]:
-    """What `Residency.exchange` does to the tables. Returns the number of rounds, and of free slots."""
+) -> tuple[int, int, int, Int32[np.ndarray, " S"]]:
+    """What `Residency.exchange` does to the tables. Returns a fault, the number of rounds, of free slots, and slots."""
     row, num_hits = slot[layer], hits.size
+    slots = np.empty(num_hits + entering.size, np.int32)
+    fault = _find_fault(misses, entering, to_cpu, row >= 0, keep, most)
+    if fault:
+        return fault, 0, num_free, slots[:0]
     slots[:num_hits] = row[hits]
     leaving = ((row >= 0) & ~keep).nonzero()[0]
     # What a round frees waits for one round more, so that the next one's pages can move while it computes; and a round
@@ -170,8 +220,6 @@ def move_pages(
         if end == done < entering.size:
             raise RuntimeError("no slot is free")
         moved = entering[done:end]
-        if np.count_nonzero(row[moved] >= 0):
-            raise RuntimeError("a resident page cannot enter again")
         num_free -= moved.size
         slots[num_hits + done : num_hits + end] = row[moved] = free[num_free : num_free + moved.size]
         free[num_free : num_free + waiting.size] = waiting
@@ -184,4 +232,23 @@ def move_pages(
         ends[rounds] = done = end
         rounds += 1
     free[num_free : num_free + waiting.size] = waiting
-    return rounds, num_free + waiting.size
+    return 0, rounds, num_free + waiting.size, slots
+
+
+def _find_fault(
+    misses: Int[np.ndarray, " M"],
+    to_gpu: Int[np.ndarray, " G"],
+    to_cpu: Int[np.ndarray, " H"],
+    resident: Bool[np.ndarray, " E"],
+    keep: Bool[np.ndarray, " E"],
+    most: int,
+) -> int:
+    """Every miss handled once; keep is made of pages that are there and fits. The first fault, or 0."""
+    handled = np.concatenate([to_gpu, to_cpu]) if to_cpu.size else to_gpu
+    if handled is not misses and (handled.size != misses.size or np.count_nonzero(np.sort(handled) != misses)):
+        return NOT_THE_MISSES
+    present = resident.copy()
+    present[to_gpu] = True
+    if np.count_nonzero(keep > present):
+        return KEEPS_ABSENT
+    return KEEPS_TOO_MANY if np.count_nonzero(keep) > most else 0

@@ -44,13 +44,19 @@ class PlacedLayer(NamedTuple):
     prefetches: list[Move]
 
 
-def place(residency: Residency, routing: LayerRouting, decision: Decision) -> PlacedLayer:
-    """Gives every transfer a slot and leaves exactly `decision.keep` resident.
+def place(residency: Residency, routing: LayerRouting, decision: Decision) -> tuple[int, PlacedLayer]:
+    """Gives every transfer a slot and leaves exactly `decision.keep` resident, if the decision is legal.
 
     Hits and the first transfers make round 0; later rounds reuse the slots of what is not kept.
+
+    Returns:
+      the decision's fault (`Residency.exchange`), or 0.
     """
-    slots, ends = residency.exchange(routing.layer, routing.hits, decision.to_gpu, decision.keep)
-    return PlacedLayer(routing, decision, routing.hits, slots, ends, [])
+    hits, keep, most = routing.hits, decision.keep, routing.capacity + len(decision.evict)
+    fault, slots, ends = residency.exchange(
+        routing.layer, hits, routing.misses, decision.to_gpu, decision.to_cpu, keep, most
+    )
+    return fault, PlacedLayer(routing, decision, hits, slots, ends, [])
 
 
 def write_plan(placed: PlacedLayer, layout: PlanLayout, plan: Int32[np.ndarray, " size"]) -> None:

@@ -245,6 +245,10 @@ def top_scored(
     return best_residents(candidates, _NOBODY, scores, last_use, count)
 
 
+_NOBODY = np.empty(0, np.int64)
+
+
+@native.compiled
 def best_residents(
     resident: Bool[np.ndarray, " E"],
     entering: Int[np.ndarray, " G"],
@@ -253,27 +257,10 @@ def best_residents(
     count: int,
 ) -> Bool[np.ndarray, " E"]:
     """`top_scored` of the residents and those that enter."""
-    chosen = np.empty(resident.shape, bool)
-    choose_residents(resident, entering, scores, last_use, count, chosen)
-    return chosen
-
-
-_NOBODY = np.empty(0, np.int64)
-
-
-@native.compiled
-def choose_residents(
-    resident: Bool[np.ndarray, " E"],
-    entering: Int[np.ndarray, " G"],
-    scores: Float[np.ndarray, " E"],
-    last_use: Int[np.ndarray, " E"],
-    count: int,
-    chosen: Bool[np.ndarray, " E"],
-) -> None:
-    """Writes what `best_residents` returns into `chosen`."""
-    chosen[:] = resident
+    chosen = resident.copy()
     chosen[entering] = True
     experts = chosen.nonzero()[0]
     if experts.size > count:
         order = np.lexsort((-last_use[experts], -scores[experts]))
         chosen[experts[order[count:]]] = False
+    return chosen

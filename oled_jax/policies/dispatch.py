@@ -84,19 +84,8 @@ class BalancedDispatch(CostedDispatch):
         misses, costs = routing.misses, self.context.costs
         if misses.size == 0:
             return misses, misses
-        ranked = np.empty(misses.size, np.int64)
-        count = split_balanced(
-            misses,
-            routing.loads,
-            scores,
-            costs.h2d_us,
-            costs.cpu_fixed_us,
-            costs.cpu_token_us,
-            self.reuse_scale(routing),
-            self.swaps,
-            ranked,
-        )
-        return ranked[:count], ranked[count:]
+        figures = costs.h2d_us, costs.cpu_fixed_us, costs.cpu_token_us, self.reuse_scale(routing)
+        return split_balanced(misses, routing.loads, scores, *figures, self.swaps)
 
 
 def cost_misses(
@@ -123,9 +112,8 @@ def split_balanced(
     cpu_token_us: float,
     reuse_scale: float,
     swaps: int,
-    ranked: Int[np.ndarray, " M"],
-) -> int:
-    """The rule of `BalancedDispatch`: writes the misses into `ranked`, G first, and returns |G|. M > 0."""
+) -> Split:
+    """The rule of `BalancedDispatch`. M > 0."""
     costs = cost_misses(misses, loads, scores, h2d_us, cpu_fixed_us, cpu_token_us, reuse_scale)
     mean_cpu = _sum(costs.cpu) / misses.size
     count = int(misses.size * mean_cpu / (mean_cpu + h2d_us) + 0.5)
@@ -133,8 +121,8 @@ def split_balanced(
     gpu, cpu = order[:count], order[count:]
     if gpu.size and cpu.size:
         _exchange(costs, gpu, cpu, swaps)
-    ranked[:] = misses[order]
-    return count
+    ranked = misses[order]
+    return ranked[:count], ranked[count:]
 
 
 def _sum(values: Float[np.ndarray, " M"]) -> float:

@@ -75,25 +75,24 @@ class Planner:
         mask = rng.random(self.N) < rng.choice([0.0, 0.6, 1.0, 1.0])
         weights = mask * rng.integers(0, 3, self.N) / 7
         expert_ids, copied = np.empty_like(ids), np.empty_like(gates)
-        loads, resident, experts = np.empty(E, np.int64), np.empty(E, bool), np.zeros(E, np.int64)
-        f["unpack"](np.concatenate([ids, gates.view(np.int32)], axis=1), mask, expert_ids, copied, loads)
-        hits, activated = f["split_activated"](layer, number, loads, table.slot, table.last_use, resident, experts)
-        hit, missed = experts[:hits], experts[hits:activated]
+        loads, resident = np.empty(E, np.int64), np.empty(E, bool)
+        route = np.concatenate([ids, gates.view(np.int32)], axis=1)
+        tables = table.slot, table.last_use, resident
+        hit, missed = f["unpack_activated"](layer, number, route, mask, expert_ids, copied, loads, *tables)
+        again = f["split_activated"](layer, number, loads, *tables)  # as a replay has it, from the loads
+        np.testing.assert_array_equal(np.concatenate(again), np.concatenate([hit, missed]))
         f["score_layer"](layer, expert_ids, copied, weights, self.ids, self.gates, self.scores)
         scores = self.scores[layer]
         to_gpu, to_cpu = missed, missed[:0]
         if missed.size and rng.random() < 0.7:
-            ranked, costs = np.empty_like(missed), rng.uniform(1, 100, 3)
-            reuse, swaps = float(rng.choice([0.0, 400.0])), int(rng.integers(0, 9))
-            count = f["split_balanced"](missed, loads, scores, *costs.tolist(), reuse, swaps, ranked)
-            to_gpu, to_cpu = ranked[:count], ranked[count:]
-        keep = np.empty(E, bool)
-        f["choose_residents"](resident, to_gpu, scores, table.last_use[layer], self.capacity, keep)
-        fault = f["find_fault"](missed, to_gpu, to_cpu, resident, keep, self.capacity)
+            costs, reuse, swaps = rng.uniform(1, 100, 3), float(rng.choice([0.0, 400.0])), int(rng.integers(0, 9))
+            to_gpu, to_cpu = f["split_balanced"](missed, loads, scores, *costs.tolist(), reuse, swaps)
+        keep = f["best_residents"](resident, to_gpu, scores, table.last_use[layer], self.capacity)
         used = f["exchange_arrivals"](layer, hit, to_gpu, keep, self.arrived)
-        slots, ends = np.empty(hits + to_gpu.size, np.int32), np.zeros(E + 1, np.int32)
-        rounds, table.free_slots = f["move_pages"](
-            layer, table.free_slots, hit, to_gpu, keep, table.slot, table._free, slots, ends
+        ends = np.zeros(E + 1, np.int32)
+        decision = missed, to_gpu, to_cpu, keep, self.capacity
+        fault, rounds, table.free_slots, slots = f["move_pages"](
+            layer, table.free_slots, hit, *decision, table.slot, table._free, ends
         )
         plan = self.layout.empty()
         f["write_layer"](
@@ -102,8 +101,8 @@ class Planner:
         table.check()
         assert np.count_nonzero(table.slot[layer] >= 0) == np.count_nonzero(keep) <= self.capacity
         return {
-            "numbers": (hits, activated, to_gpu.size, fault, used, rounds, table.free_slots),
-            "arrays": (expert_ids, copied, loads, resident, experts, to_gpu, to_cpu, keep, slots, plan),
+            "numbers": (fault, used, rounds, table.free_slots),
+            "arrays": (expert_ids, copied, loads, resident, hit, missed, to_gpu, to_cpu, keep, slots, plan),
             "state": (self.ids, self.gates, self.scores, self.arrived, table.slot, table.last_use, table._free),
         }
 
@@ -185,10 +184,10 @@ def test_both_choose_the_same_residents_for_any_count(num_experts):
         scores[rng.random(E) < 0.1] = np.nan
         last_use, resident = rng.integers(-1, 3, E), rng.random(E) < 0.7
         entering = rng.permutation(E)[: rng.integers(0, 3)]
-        mine, other = np.empty(E, bool), np.empty(E, bool)
-        native.NUMPY["choose_residents"](resident, entering, scores, last_use, count, mine)
-        compiled()["choose_residents"](resident, entering, scores, last_use, count, other)
-        np.testing.assert_array_equal(mine, other)
+        arguments = resident, entering, scores, last_use, count
+        np.testing.assert_array_equal(
+            native.NUMPY["best_residents"](*arguments), compiled()["best_residents"](*arguments), strict=True
+        )
 
 
 @needs_extension
@@ -224,7 +223,8 @@ def test_both_scan_to_the_same_split(seed):
 def test_both_find_the_same_faults(seed):
     rng = np.random.default_rng(seed)
     resident = rng.random(E) < 0.4
-    misses = np.flatnonzero(~resident & (rng.random(E) < 0.7))
+    activated = rng.random(E) < 0.7
+    hits, misses = np.flatnonzero(resident & activated), np.flatnonzero(~resident & activated)
     handled = rng.permutation(misses)
     if rng.random() < 0.5:
         handled = np.append(handled[1:], rng.integers(-2, E + 2, rng.integers(0, 3)))
@@ -232,8 +232,15 @@ def test_both_find_the_same_faults(seed):
     present = resident.copy()
     present[misses] = True
     keep = present & (rng.random(E) < 0.8) | (rng.random(E) < 0.05)
-    arguments = misses, handled[:count], handled[count:], resident, keep, int(rng.integers(2, 7))
-    assert native.NUMPY["find_fault"](*arguments) == compiled()["find_fault"](*arguments)
+    decision = misses, handled[:count], handled[count:], keep, int(rng.integers(2, 7))
+    found = []
+    for functions in (native.NUMPY, compiled()):
+        slot = np.where(resident, np.arange(E), -1).astype(np.int32)[None]
+        before, free, ends = slot.copy(), np.arange(E, 2 * E, dtype=np.int32), np.zeros(E + 1, np.int32)
+        fault, *_, slots = functions["move_pages"](0, E, hits, *decision, slot, free, ends)
+        assert fault == 0 or (np.array_equal(slot, before) and slots.size == 0)
+        found.append(fault)
+    assert found[0] == found[1]
 
 
 @needs_extension
@@ -241,12 +248,30 @@ def test_arrays_of_a_policy_may_have_any_dtype_and_layout_of_their_kind():
     scores = np.arange(12, dtype=np.float32)[::2] % 4
     last_use = np.array([3, 1, 2, 3, 1, 0], np.int32)
     resident = np.arange(12)[::-2] > 3
-    mine, other = np.empty(6, bool), np.empty(6, bool)
-    for functions, chosen in ((native.NUMPY, mine), (compiled(), other)):
-        functions["choose_residents"](resident, np.array([5], np.int16), scores, last_use, 3, chosen)
+    arguments = resident, np.array([5], np.int16), scores, last_use, 3
+    mine, other = native.NUMPY["best_residents"](*arguments), compiled()["best_residents"](*arguments)
     np.testing.assert_array_equal(mine, other)
     with pytest.raises(TypeError):
-        compiled()["choose_residents"](resident, np.array([0.5]), scores, last_use, 3, other)
+        compiled()["best_residents"](resident, np.array([0.5]), scores, last_use, 3)
+
+
+@needs_extension
+def test_arrays_that_are_written_are_of_their_very_dtype_layout_and_byte_order():
+    route = np.array([[0, 0], [1, 0]], np.int32)
+    ids, gates, loads = np.zeros((2, 1), np.int32), np.zeros((2, 1), np.float32), np.zeros(2, np.int64)
+    slot, last_use, resident = np.full((1, 2), -1, np.int32), np.full((1, 2), -1), np.zeros(2, bool)
+    unpack = compiled()["unpack_activated"]
+    hits, misses = unpack(0, 7, route, np.ones(2, bool), ids, gates, loads, slot, last_use, resident)
+    assert (hits.tolist(), misses.tolist()) == ([], [0, 1])
+    frozen = loads.copy()
+    frozen.flags.writeable = False
+    for wrong in (loads.astype(np.int32), np.zeros(4, np.int64)[::2], loads.astype(">i8"), frozen, [0, 0], loads[None]):
+        with pytest.raises(TypeError):
+            unpack(0, 7, route, np.ones(2, bool), ids, gates, wrong, slot, last_use, resident)
+    swapped = route.astype(">i4"), np.ones(2, bool)  # what is only read is converted
+    unpack(0, 8, *swapped, ids, gates, loads, slot, last_use, resident)
+    assert loads.tolist() == [1, 1]
+    assert last_use.tolist() == [[8, 8]]
 
 
 @pytest.mark.parametrize(
@@ -259,26 +284,18 @@ class TestRefusals:
     def test_an_expert_that_is_not_there(self, functions, expert):
         ids, gates, loads = np.zeros((2, 1), np.int32), np.zeros((2, 1), np.float32), np.zeros(4, np.int64)
         route = np.array([[0, 0], [expert, 0]], np.int32)
+        tables = np.full((1, 4), -1, np.int32), np.full((1, 4), -1), np.zeros(4, bool)
         with pytest.raises(ValueError, match=r"no such expert|negative"):
-            (functions or compiled())["unpack"](route, np.ones(2, bool), ids, gates, loads)
+            (functions or compiled())["unpack_activated"](0, 0, route, np.ones(2, bool), ids, gates, loads, *tables)
         with pytest.raises(ValueError, match=r"no such expert|negative|reshape"):
             (functions or compiled())["count_loads"](route[None, :, :1], np.ones(2, bool), loads[None])
 
     def test_no_free_slot(self, functions):
         table, free = np.full((1, 4), -1, np.int32), np.zeros(0, np.int32)
-        nobody, slots, ends = np.zeros(0, np.int64), np.zeros(1, np.int32), np.zeros(5, np.int32)
+        nobody, missed = np.zeros(0, np.int64), np.array([2])
+        decision = missed, missed, nobody, np.eye(4, dtype=bool)[2], 4
         with pytest.raises(RuntimeError, match="no slot is free"):
-            (functions or compiled())["move_pages"](
-                0, 0, nobody, np.array([2]), np.ones(4, bool), table, free, slots, ends
-            )
-
-    def test_a_resident_that_enters(self, functions):
-        table, free = np.array([[0, -1]], np.int32), np.array([1], np.int32)
-        nobody, slots, ends = np.zeros(0, np.int64), np.zeros(1, np.int32), np.zeros(3, np.int32)
-        with pytest.raises(RuntimeError, match="cannot enter again"):
-            (functions or compiled())["move_pages"](
-                0, 1, nobody, np.array([0]), np.ones(2, bool), table, free, slots, ends
-            )
+            (functions or compiled())["move_pages"](0, 0, nobody, *decision, table, free, np.zeros(5, np.int32))
 
 
 def run_manager(policy):
@@ -339,7 +356,7 @@ def test_sources_beside_an_installed_package_say_so(monkeypatch, tmp_path):
 
 def test_the_extension_can_be_switched_off():
     program = (
-        "from oled_jax import native; from oled_jax.policies.base import choose_residents as f;"
+        "from oled_jax import native; from oled_jax.policies.base import best_residents as f;"
         "assert native.extension is None and f is native.NUMPY[f.__name__]; print(native.UNAVAILABLE)"
     )
     environment = {**os.environ, "OLED_JAX_NATIVE": "off"}
