@@ -4,6 +4,7 @@ Tiles have fixed shapes, so a row's arithmetic depends on its page, its token an
 The Pallas-Triton backend is marked deprecated in JAX: it stays behind `ops.grouped_ffn`, whose XLA loop always works.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +16,16 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 # Chosen on one H200 (docs/performance-notes.md): rows of a weight tile, and how many of their numbers are read at once.
+# Sizes that these do not divide take the greatest powers of two that do.
 TILE_OUT, TILE_IN = 64, 128
 WARPS, STAGES = 4, 4
-LEAST_ROWS = 16  # of a tensor-core tile
+LEAST_TILE = 16  # of a tensor core, along every axis
 
 
 def supports(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
     """Whether tiles divide a pool of gate_up shape [C, 2F, D]. Float32 takes the XLA loop: it needs full precision."""
     _, twice_width, hidden = shape
-    sizes_fit = (twice_width // 2) % TILE_IN == 0 and hidden % TILE_IN == 0
+    sizes_fit = (twice_width // 2) % LEAST_TILE == 0 and hidden % LEAST_TILE == 0
     return sizes_fit and dtype in (jnp.bfloat16, jnp.float16)
 
 
@@ -39,7 +41,7 @@ def grouped_ffn(
 ) -> Float[Array, "I R D"]:
     """See `ops.grouped_ffn.grouped_ffn`. interpret: run the kernels without a GPU, for tests."""
     num_rows = rows.shape[1]
-    padded = max(LEAST_ROWS, pl.next_power_of_2(num_rows))
+    padded = max(LEAST_TILE, pl.next_power_of_2(num_rows))
     if padded != num_rows:
         widths = ((0, 0), (0, padded - num_rows), (0, 0))
         result = grouped_ffn(
@@ -78,6 +80,7 @@ def _gate_up(
     """silu(gate(x)) * up(x) of each item."""
     J, R, D = rows.shape
     F = gate_up.shape[1] // 2
+    tile_out, tile_in = math.gcd(F, TILE_OUT), math.gcd(D, TILE_IN)
     shape = jax.ShapeDtypeStruct((slots.shape[0], R, F), rows.dtype)
 
     def kernel(span_ref: Any, slots_ref: Any, rows_ref: Any, pages_ref: Any, out_ref: Any) -> None:
@@ -86,23 +89,23 @@ def _gate_up(
         @pl.when((span_ref[0] <= item) & (item < span_ref[1]))
         def compute() -> None:
             slot, source = slots_ref[item], jnp.where(J == 1, 0, item)
-            gate_rows = pl.ds(tile * TILE_OUT, TILE_OUT)
-            up_rows = pl.ds(F + tile * TILE_OUT, TILE_OUT)
+            gate_rows = pl.ds(tile * tile_out, tile_out)
+            up_rows = pl.ds(F + tile * tile_out, tile_out)
 
             def step(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-                columns = pl.ds(index * TILE_IN, TILE_IN)
+                columns = pl.ds(index * tile_in, tile_in)
                 x = plt.load(rows_ref.at[source, :, columns])
                 gate_weight = plt.load(pages_ref.at[slot, gate_rows, columns])
                 up_weight = plt.load(pages_ref.at[slot, up_rows, columns])
                 return sums[0] + _times_transposed(x, gate_weight), sums[1] + _times_transposed(x, up_weight)
 
-            zeros = jnp.zeros((R, TILE_OUT), jnp.float32)
-            gate, up = (s.astype(rows.dtype) for s in jax.lax.fori_loop(0, D // TILE_IN, step, (zeros, zeros)))
+            zeros = jnp.zeros((R, tile_out), jnp.float32)
+            gate, up = (s.astype(rows.dtype) for s in jax.lax.fori_loop(0, D // tile_in, step, (zeros, zeros)))
             wide = gate.astype(jnp.float32)
             activated = (wide * jax.nn.sigmoid(wide)).astype(rows.dtype)
             plt.store(out_ref.at[item, :, gate_rows], activated * up)
 
-    grid = slots.shape[0], F // TILE_OUT
+    grid = slots.shape[0], F // tile_out
     return _launch(kernel, grid, span, slots, rows, gate_up, out_shape=shape, interpret=interpret)
 
 
@@ -118,6 +121,7 @@ def _down(
     """The down projection of each item, written over its rows of `out`."""
     I, R, F = hidden.shape  # noqa: E741 (items)
     D = down.shape[1]
+    tile_out, tile_in = math.gcd(D, TILE_OUT), math.gcd(F, TILE_IN)
 
     def kernel(span_ref: Any, slots_ref: Any, hidden_ref: Any, pages_ref: Any, old_ref: Any, out_ref: Any) -> None:
         del old_ref  # the same memory as out_ref
@@ -125,18 +129,18 @@ def _down(
 
         @pl.when((span_ref[0] <= item) & (item < span_ref[1]))
         def compute() -> None:
-            slot, page_rows = slots_ref[item], pl.ds(tile * TILE_OUT, TILE_OUT)
+            slot, page_rows = slots_ref[item], pl.ds(tile * tile_out, tile_out)
 
             def step(index: Array, total: Array) -> Array:
-                columns = pl.ds(index * TILE_IN, TILE_IN)
+                columns = pl.ds(index * tile_in, tile_in)
                 x = plt.load(hidden_ref.at[item, :, columns])
                 return total + _times_transposed(x, plt.load(pages_ref.at[slot, page_rows, columns]))
 
-            total = jax.lax.fori_loop(0, F // TILE_IN, step, jnp.zeros((R, TILE_OUT), jnp.float32))
+            total = jax.lax.fori_loop(0, F // tile_in, step, jnp.zeros((R, tile_out), jnp.float32))
             plt.store(out_ref.at[item, :, page_rows], total.astype(out.dtype))
 
     shape = jax.ShapeDtypeStruct(out.shape, out.dtype)
-    grid, in_place = (I, D // TILE_OUT), {4: 0}  # `out` is the fifth operand
+    grid, in_place = (I, D // tile_out), {4: 0}  # `out` is the fifth operand
     return _launch(
         kernel, grid, span, slots, hidden, down, out,
         out_shape=shape, input_output_aliases=in_place, interpret=interpret,

@@ -14,7 +14,8 @@ from oled_jax.ops.grouping import ItemShape, group_pairs
 
 # tokens, top_k, experts, hidden, width: decode, prefill, one token, sizes that divide nothing
 SHAPES = [(16, 4, 32, 64, 32), (80, 2, 8, 48, 16), (1, 2, 4, 32, 16), (7, 3, 5, 40, 24)]
-TILED = [(16, 4, 12, 256, 128), (80, 2, 8, 128, 256), (3, 2, 4, 128, 128)]  # what the kernels' tiles divide
+# What the kernels' tiles divide: the whole ones, those of the model in the package, and the least.
+TILED = [(16, 4, 12, 256, 128), (80, 2, 8, 128, 256), (3, 2, 4, 128, 128), (16, 4, 12, 192, 32), (7, 3, 5, 48, 16)]
 
 
 XLA = functools.partial(grouped_ffn, implementation="xla")
@@ -95,6 +96,14 @@ class TestImplementations:
         np.testing.assert_array_equal(some[1], every[1])
         assert not np.isnan(some[1]).any()
         assert np.isnan(np.delete(some, 1, axis=0)).all()
+
+
+def test_the_kernels_support_what_the_least_tile_divides_in_half_precision():
+    for _, _, E, D, F in TILED:
+        assert grouped_ffn_triton.supports((E, 2 * F, D), jnp.dtype("bfloat16"))
+        assert not grouped_ffn_triton.supports((E, 2 * F, D), jnp.dtype("float32"))
+    _, _, E, D, F = SHAPES[3]
+    assert not grouped_ffn_triton.supports((E, 2 * F, D), jnp.dtype("bfloat16"))
 
 
 def test_a_pair_without_a_row_is_zero():
