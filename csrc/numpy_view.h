@@ -105,6 +105,7 @@ class NumpyView {
         !PyArray_ISNOTSWAPPED(array)) {
       return false;
     }
+    if (PyArray_SIZE(array) == 0) return true;  // whatever its strides
     npy_intp step = sizeof(T);
     for (int axis = Rank - 1; axis >= (Rank > 1 ? 1 : 0); --axis) {
       if (PyArray_DIM(array, axis) > 1 && PyArray_STRIDE(array, axis) != step) return false;

@@ -406,6 +406,8 @@ enum Field {
   kCpuPairs,
   kHitEnd,
   kPrefetchCount,
+  kEarlyRounds,
+  kLateItems,
   kTransferEnd,
   kItemEnd,
   kTransferExpert,
@@ -480,6 +482,11 @@ void write_layer(const NumpyView<const int32_t, 2>& expert_ids, const Flags& tok
   *field(kCpuPairs, 1) = count[S];
   *field(kHitEnd, 1) = item[H];
   *field(kPrefetchCount, 1) = 0;
+  *field(kEarlyRounds, 1) = static_cast<int32_t>(R - 1);
+  int32_t* late_items = field(kLateItems, 3);
+  late_items[0] = R > 1 ? item_end[R - 2] : 0;
+  late_items[1] = R > 1 ? item_end[R - 2] : item[H];
+  late_items[2] = item[S];
 }
 
 }  // namespace

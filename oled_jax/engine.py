@@ -5,7 +5,7 @@ Nothing else knows all parts. One engine runs one generation at a time; what bel
 
 import os
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -35,13 +35,24 @@ from oled_jax.offload.store import PageStore, aligned_empty, allocate_store
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, PassInfo, Policy
 from oled_jax.prefix import KeptPrefix
-from oled_jax.program import PassInputs, PassSpec, TrunkArrays, fill_pool, forward_pass, trunk_arrays, trunk_head
+from oled_jax.program import (
+    Packed,
+    PassInputs,
+    PassSpec,
+    TrunkArrays,
+    fill_pool,
+    forward_pass,
+    resident_pass,
+    trunk_arrays,
+    trunk_head,
+)
 from oled_jax.recording import Recording, open_recording
 from oled_jax.session import Session
 from oled_jax.traces.files import TraceWriter
 from oled_jax.whole_text_session import WholeTextSession
 
 Cache = TypeVar("Cache", bound=KVCache | None)
+Followed = TypeVar("Followed")
 
 
 @runtime_checkable
@@ -99,6 +110,7 @@ class Engine:
             manager.overlapping = self.mover.overlaps
         self.statistics = manager.statistics if manager else _resident_statistics(config)
         self._pool = pool
+        self._hidden: dict[tuple[int, ...], jax.Array] = {}  # of the last pass, by the shape of its tokens
         self.cpu_experts = manager.cpu_experts if manager else None
         self._running = threading.Lock()
         self._warm: set[Hashable] = set()
@@ -248,14 +260,23 @@ class Engine:
         if self.manager is not None:
             self.manager.policy.close()
 
-    def run_pass(self, info: PassInfo, inputs: PassInputs, cache: Cache, block_length: int) -> tuple[Cache, jax.Array]:
+    def run_pass(
+        self,
+        info: PassInfo,
+        inputs: PassInputs,
+        cache: Cache,
+        block_length: int,
+        then: Callable[[jax.Array], Followed],
+    ) -> tuple[Cache, Followed]:
         """One forward pass, complete when this returns.
 
         Args:
           cache: None: over whole texts, for models that are `bidirectional`.
+          then: starts what follows on the device from the hidden states [B, T, D], before the pass is waited for; it
+            must not keep them, since the next pass of this size writes over them.
 
         Returns:
-          the cache, and the hidden states [B, T, D].
+          the cache, and what `then` returned.
         """
         spare = self.manager.spare if self.manager else None
         uses_cpu = self.cpu_experts is not None and info.kind is not PassKind.PREFILL
@@ -276,9 +297,15 @@ class Engine:
         )
         layers = self.mover.operands if self.mover else ()
         try:
-            pool, cache, outputs = forward_pass(spec, self.trunk, layers, self._pool, cache, inputs, history)
+            scratch = self._scratch(inputs.tokens.shape)
+            program = resident_pass if self.manager is None else forward_pass
+            pool, cache, outputs = program(
+                spec, self.trunk, layers, self._pool, cache, Packed.of(inputs), scratch, history
+            )
+            followed = then(outputs.hidden)
             # Dispatch may be asynchronous: what it returned is ours only if the pass succeeds.
             self._pool, cache, outputs = jax.block_until_ready((pool, cache, outputs))
+            self._hidden[inputs.tokens.shape] = outputs.hidden
         except BaseException:
             self._rebuild_pool()
             raise
@@ -293,7 +320,16 @@ class Engine:
             self._count_routes(info, np.asarray(outputs.routes))
         if recording is not None:
             recording.end_pass(outputs)
-        return cache, outputs.hidden
+        return cache, followed
+
+    def _scratch(self, tokens: tuple[int, ...]) -> jax.Array:
+        """Device memory for the hidden states of a pass over tokens of this shape: its last ones."""
+        found = self._hidden.pop(tokens, None)
+        if found is not None:
+            return found
+        # Committed, as what a pass returns is: else the second pass would compile anew.
+        empty = jnp.zeros((*tokens, self.config.hidden_size), jnp.dtype(self.config.dtype))
+        return jax.device_put(empty, jax.local_devices()[0])
 
     @contextmanager
     def warm_up(self, kind: PassKind, shape: Hashable) -> Iterator[bool]:

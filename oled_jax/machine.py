@@ -24,12 +24,6 @@ XLA_DEFAULT_PINNED_GB = 64
 MEMORY_FRACTION_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 MEMORY_FRACTION = "0.92"
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-XLA_FLAGS_VARIABLE = "XLA_FLAGS"
-# XLA launches runs of kernels as one CUDA graph, and patches the graph whenever a buffer has moved since the last pass.
-# With this flag temporaries stay where they are (docs/performance-notes.md).
-STEADY_TEMPORARIES = "xla_gpu_temp_buffer_use_separate_color"
-# Versions of jaxlib that know it; XLA ends the process over a flag that it does not know.
-KNOWS_STEADY_TEMPORARIES = ("0.10.", "0.11.")
 
 
 def prepare_runtime(store_bytes: int) -> None:
@@ -38,7 +32,6 @@ def prepare_runtime(store_bytes: int) -> None:
     XLA pins at most 64 GB unless told otherwise. It reserves its share of device memory at once (JAX's
     default, kept: the pool is one big allocation and must not meet fragments or other processes later), but
     92% instead of 75%, since everything that the plan of memory counts lies in that share.
-    Temporaries of a program stay at one address, so that CUDA graphs need no patching.
     """
     needed_gb = math.ceil(store_bytes * 1.05 / 1e9) + 1
     if _backend_runs_on_a_device() and MEMORY_FRACTION_VARIABLE not in os.environ:
@@ -50,9 +43,6 @@ def prepare_runtime(store_bytes: int) -> None:
     if needed_gb > XLA_DEFAULT_PINNED_GB:
         os.environ.setdefault(PINNED_LIMIT_VARIABLE, str(needed_gb))
     os.environ.setdefault(MEMORY_FRACTION_VARIABLE, MEMORY_FRACTION)
-    flags = os.environ.get(XLA_FLAGS_VARIABLE, "")
-    if STEADY_TEMPORARIES not in flags and jaxlib.__version__.startswith(KNOWS_STEADY_TEMPORARIES):
-        os.environ[XLA_FLAGS_VARIABLE] = f"{flags} --{STEADY_TEMPORARIES}=true".strip()
 
 
 def _backend_runs_on_a_device() -> bool:

@@ -6,8 +6,9 @@ cache manager is reached through a handle that is an operand.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -99,70 +100,124 @@ class PassInputs(NamedTuple):
     folds: Bool[Array, " B"] | None = None
     routes: Int32[Array, "L N K"] | None = None
 
+
+class SampleInputs(NamedTuple):
+    """What `sample` needs besides hidden states.
+
+    seed, requests, pass_index: of the random keys (`decode.sampling.row_keys`). folds: of a pass over two blocks; the
+    tokens are those of `own_blocks`.
+    """
+
+    seed: Int32[Array, ""]
+    requests: Int32[Array, " B"]
+    pass_index: Int32[Array, "*B"]
+    folds: Bool[Array, " B"] | None = None
+
+
+Inputs = TypeVar("Inputs", PassInputs, SampleInputs)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["numbers"], meta_fields=["kind", "shapes"])
+@dataclasses.dataclass(frozen=True)
+class Packed(Generic[Inputs]):
+    """A program's inputs as one array: each array that a call brings to the device takes it 20 to 90 us.
+
+    numbers: [n] int32, NumPy's until the call. shapes: and whether they are booleans, by field of `kind`; None where
+    there is none.
+    """
+
+    numbers: Any
+    kind: type[Inputs]
+    shapes: tuple[tuple[tuple[int, ...], bool] | None, ...]
+
     @classmethod
-    def of(cls, **arrays: Any) -> "PassInputs":
-        """From NumPy arrays: the dispatch of a program copies them to the device faster than one by one before it."""
-        return cls(**arrays)
+    def of(cls, inputs: Inputs) -> "Packed[Inputs]":
+        """From NumPy arrays."""
+        arrays = [None if value is None else np.asarray(value) for value in inputs]
+        shapes = tuple(None if array is None else (array.shape, array.dtype == bool) for array in arrays)
+        numbers = np.concatenate([array.ravel() for array in arrays if array is not None], dtype=np.int32)
+        return cls(numbers, type(inputs), shapes)
+
+    def unpack(self) -> Inputs:
+        """The arrays again, inside a program."""
+        values: list[Array | None] = []
+        start = 0
+        for field in self.shapes:
+            if field is None:
+                values.append(None)
+                continue
+            shape, is_boolean = field
+            end = start + math.prod(shape)
+            value = self.numbers[start:end].reshape(shape)
+            values.append(value != 0 if is_boolean else value)
+            start = end
+        return self.kind(*values)
 
 
 class PassOutputs(NamedTuple):
     """What a pass leaves besides pool and cache.
 
-    routes: expert ids; None unless every page is resident (else the manager has seen them). gates: theirs; None
-    unless `PassSpec.gates`. history, cosine: of `observed.compare`; empty and None if layer inputs are not compared.
+    hidden: after the final norm; the next pass of this size writes over it. routes: expert ids; None unless every page
+    is resident (else the manager has seen them). gates: theirs; None unless `PassSpec.gates`. history, cosine: of
+    `observed.compare`; empty and None if layer inputs are not compared.
     What the host reads is one array for all layers: each array that it reads takes a quarter of a millisecond.
     """
 
-    hidden: Array
+    hidden: Float[Array, "B T D"]
     routes: Int[Array, "L N K"] | None
     gates: Float32[Array, "L N K"] | None
     history: History
     cosine: Float32[Array, "L G"] | None
 
 
-@functools.partial(jax.jit, static_argnames="spec", donate_argnames=("pool", "cache", "history"))
-def forward_pass(
+def _forward_pass(
     spec: PassSpec,
     trunk: TrunkArrays,
     store: Sequence[Pool],
     pool: Pool,
     cache: KVCache | None,
-    inputs: PassInputs,
+    inputs: Packed[PassInputs],
+    scratch: Float[Array, "B T D"],
     history: History = (),
 ) -> tuple[Pool, KVCache | None, PassOutputs]:
-    """One pass through the trunk. Pool, cache and history are donated and updated in place.
+    """One pass through the trunk. Pool, cache, scratch and history are donated and updated in place.
+
+    What stays where it was need not be patched in the CUDA graphs that XLA launches, and a graph that is not patched is
+    launched four times as fast.
 
     Args:
       trunk: of `trunk_arrays`.
       store: pages of each MoE layer in host memory; empty if every page is resident.
       cache: None if attention goes both ways over the chunk, which then is the whole text.
+      scratch: where the hidden states go, those of an earlier pass.
       history: earlier layer inputs, if `inputs.iterations` says how to compare them.
 
     Returns:
-      pool, cache, and the rest, with the hidden states [B, T, D] after the final norm.
+      pool, cache, and the rest.
     """
-    config = spec.config
+    del scratch  # hidden states are the only output of its shape
+    given, config = inputs.unpack(), spec.config
     model = merge_trunk(config, trunk)
-    B, T = inputs.tokens.shape
-    positions = inputs.starts[:, None] + jnp.arange(T, dtype=jnp.int32)
+    B, T = given.tokens.shape
+    positions = given.starts[:, None] + jnp.arange(T, dtype=jnp.int32)
     L = spec.block_length
-    mask = full_mask(inputs.token_mask) if cache is None else block_mask(positions, cache.capacity, L)
+    mask = full_mask(given.token_mask) if cache is None else block_mask(positions, cache.capacity, L)
     items = ItemShape(num_tokens=B * T, top_k=config.num_experts_per_tok, num_experts=config.num_experts)
     experts: Experts
     if spec.spare is None:
-        experts = ResidentExperts(items, inputs.token_mask.ravel())
+        experts = ResidentExperts(items, given.token_mask.ravel())
     else:
-        carrier = make_carrier(spec.carrier, inputs.manager, store, uses_cpu=spec.uses_cpu)
+        carrier = make_carrier(spec.carrier, given.manager, store, uses_cpu=spec.uses_cpu)
         layout = PlanLayout(items=items, spare=spec.spare)
         experts = OffloadedExperts(carrier, layout)
-    if inputs.routes is not None:
-        experts = ReplayedExperts(experts, inputs.routes)
+    if given.routes is not None:
+        experts = ReplayedExperts(experts, given.routes)
     comparison = None
-    if inputs.iterations is not None:
-        comparison = Comparison(history, inputs.iterations, inputs.token_mask, inputs.folds)
+    if given.iterations is not None:
+        comparison = Comparison(history, given.iterations, given.token_mask, given.folds)
     observed, carry = ObservedExperts(experts, comparison), ObservedCarry(ExpertCarry.start(pool, items))
     hidden, cache, carry = model(
-        inputs.tokens, positions, mask, cache, inputs.starts, observed, carry, inputs.sequence_length
+        given.tokens, positions, mask, cache, given.starts, observed, carry, given.sequence_length
     )
     outputs = PassOutputs(
         hidden=hidden,
@@ -172,6 +227,19 @@ def forward_pass(
         cosine=_by_layer(carry.cosine),
     )
     return carry.experts.pool, cache, outputs
+
+
+_jitted = functools.partial(
+    jax.jit,
+    static_argnames="spec",
+    donate_argnames=("pool", "cache", "scratch", "history"),
+    keep_unused=True,  # nothing reads `scratch`
+)
+forward_pass = _jitted(_forward_pass)
+# The same with every page resident, where nothing calls out to the host. Then XLA would make one CUDA graph of the
+# whole pass, and the device would wait until all of it is launched. Without Pallas kernels in graphs there are some for
+# each layer, which run while the next are launched (docs/performance-notes.md).
+resident_pass = _jitted(_forward_pass, compiler_options={"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT"})
 
 
 def _by_layer(arrays: Sequence[Array]) -> Array | None:
@@ -190,13 +258,7 @@ SMALL_COMPILATION = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": 
 
 @functools.partial(jax.jit, static_argnames="sampling", compiler_options=SMALL_COMPILATION)
 def sample(
-    sampling: Sampling,
-    head: Float[Array, "V D"],
-    hidden: Float[Array, "B T D"],
-    seed: Int32[Array, ""],
-    requests: Int32[Array, " B"],
-    pass_index: Int32[Array, "*B"],
-    folds: Bool[Array, " B"] | None = None,
+    sampling: Sampling, head: Float[Array, "V D"], hidden: Float[Array, "B T D"], inputs: Packed[SampleInputs]
 ) -> Int32[Array, "R B _"]:
     """The head, and one token with its confidence per position.
 
@@ -204,16 +266,15 @@ def sample(
 
     Args:
       head: of `trunk_head`.
-      hidden: what `forward_pass` returned.
-      seed, requests, pass_index: of the random keys (`decode.sampling.row_keys`).
-      folds: of a pass over two blocks; the tokens are those of `own_blocks`.
+      hidden: of `forward_pass`.
 
     Returns:
       tokens, the bits of their float32 confidence and, if asked for, those of the entropies: one array, since each one
       that is brought to the host takes a quarter of a millisecond.
     """
-    keys = row_keys(seed, requests, pass_index) if sampling.temperature > 0 else None
-    hidden = own_blocks(folds, hidden)
+    given = inputs.unpack()
+    keys = row_keys(given.seed, given.requests, given.pass_index) if sampling.temperature > 0 else None
+    hidden = own_blocks(given.folds, hidden)
     if sampling.shifted:
         # Position 0 has no position before it; its token is always given.
         hidden = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)

@@ -23,7 +23,7 @@ from oled_jax.offload.shares import CacheShares
 from oled_jax.passes import PassKind, PassOutcome
 from oled_jax.policies.base import IterationOutcome, PassInfo
 from oled_jax.prefix import KeptPrefix
-from oled_jax.program import PassInputs, Sampling, sample, unpack_sample
+from oled_jax.program import Packed, PassInputs, SampleInputs, Sampling, sample, unpack_sample
 
 if TYPE_CHECKING:
     from oled_jax.engine import Engine
@@ -144,8 +144,8 @@ class Session:
             self._run(kind, tokens, starts, nothing, ones)
             return
         folds = np.zeros(B, bool) if width > L else None
-        hidden = self._run(kind, tokens, starts, nothing, ones, np.full(B, -1, np.int32), folds)
-        jax.block_until_ready(self._sample(hidden, self._passes, folds))
+        never = np.full(B, -1, np.int32)
+        jax.block_until_ready(self._run(kind, tokens, starts, nothing, ones, never, folds, self._passes))
 
     def _num_blocks(self, length: int) -> int:
         """Blocks that are denoised after a prompt of so many tokens."""
@@ -220,7 +220,8 @@ class Session:
         self.shares.begin_pass(compared)
         self._folds = folds
         confidence = np.where(entered[:, None], np.float32(1.0), self._confidence)
-        hidden = self._run(
+        passes = self._passes + folds
+        sampled = self._run(
             kind,
             place_blocks(folds, tokens, finished=self._tokens, empty=self._decoding.mask_id),
             starts - folds * np.int32(L),
@@ -228,17 +229,15 @@ class Session:
             place_blocks(folds, confidence, finished=self._confidence, empty=1.0),
             np.where(compared, self._iterations, -1),
             wide,
+            passes if compared.any() else None,
         )
         if self._kept is not None:
             if folds[0]:
                 self._kept.saw(int(starts[0]) - L, self._tokens[0])
             self._kept.saw(int(starts[0]), tokens[0])
         self._iterations += compared
-        passes = self._passes + folds
         self._passes = passes + active
-        if not compared.any():
-            return None
-        return Prediction(*unpack_sample(self._sample(hidden, passes, wide)))
+        return None if sampled is None else Prediction(*unpack_sample(sampled))
 
     def _real(self, active: Bool[np.ndarray, " B"], width: int) -> Bool[np.ndarray, "B T"]:
         """Positions of a pass that hold a token: they route and are seen."""
@@ -248,12 +247,6 @@ class Session:
         """The run is over, or given up."""
         if self._kept is not None and self._cache is not None:
             self._kept.give_back(self._cache)
-
-    def _sample(
-        self, hidden: jax.Array, passes: Int32[np.ndarray, " B"], folds: Bool[np.ndarray, " B"] | None
-    ) -> jax.Array:
-        seed = np.int32(self._decoding.seed)
-        return sample(self._sampling, self._engine.head, hidden, seed, self._numbers[self._request], passes, folds)
 
     def end_pass(self, outcome: PassOutcome) -> None:
         """Gives the cache manager what the decoder did."""
@@ -280,7 +273,9 @@ class Session:
         confidence: np.ndarray,
         iterations: np.ndarray | None = None,
         folds: np.ndarray | None = None,
-    ) -> jax.Array:
+        passes: np.ndarray | None = None,
+    ) -> jax.Array | None:
+        """A pass; its samples, if it is told which pass of its request each row's is."""
         info = PassInfo(
             kind=kind,
             token_ids=tokens.ravel(),
@@ -289,7 +284,7 @@ class Session:
             confidence=confidence.ravel(),
             folds=folds,
         )
-        inputs = PassInputs.of(
+        inputs = PassInputs(
             tokens=tokens,
             starts=starts,
             token_mask=token_mask,
@@ -298,5 +293,14 @@ class Session:
             iterations=iterations if self._engine.records_hidden else None,
             folds=folds if self._engine.records_hidden else None,
         )
-        self._cache, hidden = self._engine.run_pass(info, inputs, self._cache, self._decoding.block_length)
-        return hidden
+
+        def follow(hidden: jax.Array) -> jax.Array | None:
+            if passes is None:
+                return None
+            seed, requests = np.int32(self._decoding.seed), self._numbers[self._request]
+            given = SampleInputs(seed, requests, passes, folds)
+            return sample(self._sampling, self._engine.head, hidden, Packed.of(given))
+
+        block_length = self._decoding.block_length
+        self._cache, sampled = self._engine.run_pass(info, inputs, self._cache, block_length, follow)
+        return sampled

@@ -49,21 +49,18 @@ def main() -> None:
     gate_up = jax.random.normal(key, (SLOTS, 2 * F, D), jnp.bfloat16)
     down = jax.random.normal(key, (SLOTS, D, F), jnp.bfloat16)
     x = jax.random.normal(key, (args.tokens, D), jnp.bfloat16)
-    slots = jnp.asarray(
-        [np.resize(rng.permutation(SLOTS)[: args.pages], items.max_items) for _ in range(args.chain)],
-        jnp.int32,
-    )
-    end = jnp.int32(args.pages)
+    used = [np.resize(rng.permutation(SLOTS)[: args.pages], items.max_items) for _ in range(args.chain)]
+    numbers = jnp.asarray([[0, args.pages, *slots] for slots in used], jnp.int32)  # first item, end, slots
     page_bytes = 3 * D * F * 2
 
-    def chain(ffn, x, slots, gate_up, down):
+    def chain(ffn, x, numbers, gate_up, down):
         out = jnp.zeros((items.max_items, args.tokens, D), x.dtype)
         for index in range(args.chain):
-            out = ffn(x[None] + out[0] * 0, slots[index], (jnp.int32(0) * end, end), gate_up, down, out)
+            out = ffn(x[None] + out[0] * 0, numbers[index], gate_up, down, out, span_at=0, slots_at=2)
         return out[0, 0]
 
     def report(name, ffn):
-        took = seconds(jax.jit(functools.partial(chain, ffn)), x, slots, gate_up, down) / args.chain
+        took = seconds(jax.jit(functools.partial(chain, ffn)), x, numbers, gate_up, down) / args.chain
         print(f"{name:40} {took * 1e6:9.1f} us {args.pages * page_bytes / took / 1e9:8.0f} GB/s", flush=True)
 
     copied = seconds(jax.jit(lambda a: a + 1), gate_up)

@@ -31,13 +31,11 @@ jitted_logits = jax.jit(head_logits)
 class CheckedEngine(Engine):
     """Checks residency after every pass."""
 
-    def run_pass(
-        self, info: PassInfo, inputs: PassInputs, cache: KVCache, block_length: int
-    ) -> tuple[KVCache, jax.Array]:
-        cache, hidden = super().run_pass(info, inputs, cache, block_length)
+    def run_pass(self, info: PassInfo, inputs: PassInputs, cache: KVCache, block_length: int, then):
+        done = super().run_pass(info, inputs, cache, block_length, then)
         if self.manager is not None:
             check_residency(self)
-        return cache, hidden
+        return done
 
 
 class RecordedEngine(CheckedEngine):
@@ -45,14 +43,14 @@ class RecordedEngine(CheckedEngine):
 
     recorded: list[tuple[PassKind, np.ndarray]]
 
-    def run_pass(
-        self, info: PassInfo, inputs: PassInputs, cache: KVCache, block_length: int
-    ) -> tuple[KVCache, jax.Array]:
-        cache, hidden = super().run_pass(info, inputs, cache, block_length)
-        if info.token_mask.any():  # else it is a warm-up
-            logits = np.asarray(jitted_logits(hidden, self.head))
-            self.recorded.append((info.kind, logits.reshape(-1, logits.shape[-1])[info.token_mask]))
-        return cache, hidden
+    def run_pass(self, info: PassInfo, inputs: PassInputs, cache: KVCache, block_length: int, then):
+        def follow(hidden):
+            if info.token_mask.any():  # else it is a warm-up
+                logits = np.asarray(jitted_logits(hidden, self.head))
+                self.recorded.append((info.kind, logits.reshape(-1, logits.shape[-1])[info.token_mask]))
+            return then(hidden)
+
+        return super().run_pass(info, inputs, cache, block_length, follow)
 
 
 def check_residency(engine: Engine) -> None:

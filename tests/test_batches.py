@@ -13,7 +13,7 @@ from oled_jax import generate
 from oled_jax.machine import CACHE_VARIABLE, MEMORY_FRACTION_VARIABLE
 from oled_jax.offload.shares import CacheShares
 from oled_jax.passes import PassKind
-from oled_jax.program import forward_pass, sample
+from oled_jax.program import forward_pass, resident_pass, sample
 from oled_jax.traces.files import open_trace
 
 pytestmark = pytest.mark.usefixtures("roomy_kv_cache")
@@ -91,11 +91,11 @@ def test_a_page_that_two_rows_wait_for_is_divided_between_them():
 def test_nothing_compiles_while_requests_come_and_go(engines):
     engine = engines[6]
     engine.generate(PROMPTS, GREEDY, batch=5)
-    programs = len(engine._warm)
-    compiled = forward_pass._cache_size(), sample._cache_size()
+    warm, programs = len(engine._warm), (forward_pass, resident_pass, sample)
+    compiled = [program._cache_size() for program in programs]
     engine.generate(PROMPTS[::-1], GREEDY, batch=5)
-    assert (forward_pass._cache_size(), sample._cache_size()) == compiled
-    assert len(engine._warm) == programs
+    assert [program._cache_size() for program in programs] == compiled
+    assert len(engine._warm) == warm
 
 
 def test_a_trace_says_which_request_has_which_place(engines, tmp_path):

@@ -12,7 +12,7 @@ from oled_jax.decode.events import BlockEvent, FinishEvent
 from oled_jax.passes import PassKind
 from oled_jax.policies.registry import make_policy
 from oled_jax.prefix import KeptPrefix
-from oled_jax.program import forward_pass, sample
+from oled_jax.program import forward_pass, resident_pass, sample
 from oled_jax.sim.replay import ManagedReplay
 from oled_jax.traces.files import open_trace
 from oled_jax.traces.folded import fold_commits
@@ -119,10 +119,11 @@ def test_nothing_compiles_once_a_run_has_begun(engine):
     batch = [PROMPTS[1], PROMPTS[3]]
     events = engine.stream(batch, FOLDING)
     next(events)
-    compiled = forward_pass._cache_size(), sample._cache_size()
+    programs = forward_pass, resident_pass, sample
+    compiled = [program._cache_size() for program in programs]
     for _ in events:
         pass
-    assert (forward_pass._cache_size(), sample._cache_size()) == compiled
+    assert [program._cache_size() for program in programs] == compiled
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from oled_jax.models.kv_cache import KVCache, init_kv_cache
 from oled_jax.models.registry import family_named
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import PassInfo
-from oled_jax.program import PassInputs, Sampling, sample, unpack_sample
+from oled_jax.program import Packed, PassInputs, SampleInputs, Sampling, sample, unpack_sample
 from oled_jax.traces.trace import Trace, TracePass
 
 KV_STEP = 64  # positions; capacities are few, so that traces share programs
@@ -25,7 +25,7 @@ KV_STEP = 64  # positions; capacities are few, so that traces share programs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassTime:
-    """Seconds of one pass: the forward pass, head and sampling on the device, and the policy's end of it."""
+    """Seconds of one pass: the forward pass, what head and sampling take longer, and the policy's end of it."""
 
     kind: PassKind
     forward_s: float
@@ -76,10 +76,10 @@ class EngineReplay:
                 engine.manager.place_free_residents()
             inputs = self._inputs(each)
             started = time.perf_counter()
-            cache, hidden = self._forward(each.info, inputs, cache)
+            cache, samples = self._forward(each.info, inputs, cache, number)
             forwarded = time.perf_counter()
-            if self.sampling is not None and each.info.kind in (PassKind.DENOISE, PassKind.EDIT):
-                unpack_sample(self._sample(hidden, each.info, number))
+            if samples is not None:
+                unpack_sample(samples)
             sampled = time.perf_counter()
             engine.end_iteration(each.outcome)
             ended = time.perf_counter()
@@ -90,17 +90,20 @@ class EngineReplay:
                 end_s=ended - sampled,
             )
 
-    def _forward(self, info: PassInfo, inputs: PassInputs, cache: KVCache) -> tuple[KVCache, jax.Array]:
-        return self.engine.run_pass(info, inputs, cache, self.trace.header.block_length)
+    def _forward(
+        self, info: PassInfo, inputs: PassInputs, cache: KVCache, number: int
+    ) -> tuple[KVCache, jax.Array | None]:
+        def follow(hidden: jax.Array) -> jax.Array | None:
+            if self.sampling is None or info.kind not in (PassKind.DENOISE, PassKind.EDIT):
+                return None
+            given = SampleInputs(np.int32(0), np.zeros(self.rows, np.int32), np.int32(number), info.folds)
+            return sample(self.sampling, self.engine.head, hidden, Packed.of(given))
 
-    def _sample(self, hidden: jax.Array, info: PassInfo, number: int) -> jax.Array:
-        assert self.sampling is not None
-        requests = np.zeros(self.rows, np.int32)
-        return sample(self.sampling, self.engine.head, hidden, np.int32(0), requests, np.int32(number), info.folds)
+        return self.engine.run_pass(info, inputs, cache, self.trace.header.block_length, follow)
 
     def _inputs(self, each: TracePass) -> PassInputs:
         shape, vocabulary = (self.rows, -1), self.engine.config.vocab_size
-        return PassInputs.of(
+        return PassInputs(
             # A synthetic trace has a mask token of its own, beyond the vocabulary.
             tokens=np.minimum(each.info.token_ids, vocabulary - 1).reshape(shape).astype(np.int32),
             starts=each.block_starts.astype(np.int32),

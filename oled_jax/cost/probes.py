@@ -165,19 +165,19 @@ def ffn_time(pool: Pool, tokens: int, budget_s: float) -> FfnTime:
     C, _, D = pool.gate_up.shape
     items = ItemShape(num_tokens=tokens, top_k=C, num_experts=C)
     x = jnp.ones((tokens, D), pool.gate_up.dtype)
-    slots, end = jnp.arange(C, dtype=jnp.int32), jnp.int32(C)
+    numbers = jnp.array([0, C, *range(C)], jnp.int32)  # first item, end, slots
 
     @jax.jit
-    def layers(x: jax.Array, slots: jax.Array, end: jax.Array, pool: Pool) -> jax.Array:
+    def layers(x: jax.Array, numbers: jax.Array, pool: Pool) -> jax.Array:
         def layer(index: jax.Array, out: jax.Array) -> jax.Array:
             rows = x[None] + out[:1] * 0  # each layer waits for the one before
-            return grouped_ffn(rows, slots, (jnp.zeros_like(end), end), *pool, out)
+            return grouped_ffn(rows, numbers, *pool, out, span_at=0, slots_at=2)
 
         return jax.lax.fori_loop(0, FFN_CHAIN, layer, jnp.zeros((items.max_items, items.rows, D), x.dtype))
 
     def call() -> float:
         started = time.perf_counter()
-        jax.block_until_ready(layers(x, slots, end, pool))
+        jax.block_until_ready(layers(x, numbers, pool))
         return _elapsed_us(started) / FFN_CHAIN
 
     call()

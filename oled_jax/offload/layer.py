@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from oled_jax.models.moe import Experts, combine
-from oled_jax.offload.carriers.base import Carrier
+from oled_jax.offload.carriers.base import Carrier, InPlan, Span
 from oled_jax.offload.plan import PlanLayout
 from oled_jax.offload.pool import Pool
 from oled_jax.ops.expert_items import expert_items
@@ -56,12 +56,21 @@ class OffloadedExperts:
         carry: ExpertCarry,
     ) -> tuple[Float[Array, "N D"], ExpertCarry]:
         """The combined rows of the routed experts, and the carry after this layer's transfers."""
-        items = self.layout.items
-        pool, plan = self.carrier.route(layer, x, ids, gates, carry.pool, self.layout)
+        layout, items = self.layout, self.layout.items
+        pool, flat = self.carrier.route(layer, x, ids, gates, carry.pool, layout)
+        plan = layout.fields(flat)
         rows = item_rows(x, plan["pair_row"], items)
 
-        def compute(first: Int[Array, ""], end: Int[Array, ""], pool: Pool, out: Array) -> Array:
-            return grouped_ffn(rows, plan["item_slot"], (first, end), *pool, out)
+        def compute(span: Span, pool: Pool, out: Array) -> Array:
+            if isinstance(span, InPlan):
+                numbers, at, slots_at = (
+                    flat,
+                    layout.slices[span.field].start + span.index,
+                    layout.slices["item_slot"].start,
+                )
+            else:
+                numbers, at, slots_at = jnp.concatenate([jnp.stack(span), plan["item_slot"]]), 0, 2
+            return grouped_ffn(rows, numbers, *pool, out, span_at=at, slots_at=slots_at)
 
         pool, out = self.carrier.carry_out(layer, plan, pool, carry.out, compute)
         total = combine(pair_rows(out, plan["pair_row"], items), gates)
@@ -93,9 +102,9 @@ class ResidentExperts:
         E = self.items.num_experts
         keys = jnp.where(self.token_mask[:, None], ids, E).ravel()
         pair_row, experts, count = expert_items(keys, self.items)
-        slots, bounds = layer * E + experts, (jnp.zeros_like(count), count)
+        numbers = jnp.concatenate([jnp.stack([jnp.zeros_like(count), count]), layer * E + experts])
         rows = item_rows(x, pair_row, self.items)
-        out = grouped_ffn(rows, slots, bounds, *carry.pool, carry.out)
+        out = grouped_ffn(rows, numbers, *carry.pool, carry.out, span_at=0, slots_at=2)
         total = combine(pair_rows(out, pair_row, self.items), gates)
         return total.astype(x.dtype), carry._replace(out=out, routes=(*carry.routes, ids))
 

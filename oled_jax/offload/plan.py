@@ -16,8 +16,8 @@ from oled_jax.ops.grouping import ItemShape
 MAX_PREFETCHES = 16
 # Fields that every plan has written anew, in the order in which csrc/planning.cc numbers them.
 WRITTEN = (
-    "num_rounds", "cpu_pairs", "hit_end", "prefetch_count", "transfer_end", "item_end", "transfer_expert",
-    "transfer_slot", "item_slot", "pair_row",
+    "num_rounds", "cpu_pairs", "hit_end", "prefetch_count", "early_rounds", "late_items", "transfer_end", "item_end",
+    "transfer_expert", "transfer_slot", "item_slot", "pair_row",
 )  # fmt: skip
 
 
@@ -28,6 +28,8 @@ class PlanLayout:
     Fields of a plan (int32):
       num_rounds []; cpu_pairs []: (token, k) pairs that the CPU computes, 0 if none;
       hit_end []: end of the items whose pages were resident: they come first and wait for no transfer;
+      early_rounds []: rounds before the last, nearly always 0; late_items [3]: of the items that these leave the first,
+        the end of those that wait for no transfer, and the end;
       transfer_end [R], item_end [R]: end of each round's transfers and items, the last value repeated;
       transfer_expert [E], transfer_slot [E];
       item_slot [I]; pair_row [P]: see `ops.grouping.group_pairs`;
@@ -51,6 +53,8 @@ class PlanLayout:
             "cpu_pairs": 1,
             "hit_end": 1,
             "prefetch_count": 1,
+            "early_rounds": 1,
+            "late_items": 3,
             "transfer_end": R,
             "item_end": R,
             "transfer_expert": E,
@@ -65,7 +69,7 @@ class PlanLayout:
         return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
     @functools.cached_property
-    def bounds(self) -> Int[np.ndarray, "10 2"]:
+    def bounds(self) -> Int[np.ndarray, "12 2"]:
         """First and last position plus one of each field of `WRITTEN`, for `schedule.write_layer`."""
         return np.array([(self.slices[name].start, self.slices[name].stop) for name in WRITTEN], np.int64)
 

@@ -85,7 +85,7 @@ def write_layer(
     slots: Int32[np.ndarray, " S"],
     ends: Int32[np.ndarray, " R"],
     items: ItemShape,
-    bounds: Int[np.ndarray, "10 2"],
+    bounds: Int[np.ndarray, "12 2"],
     plan: Int32[np.ndarray, " size"],
 ) -> None:
     """What `write_plan` does for a plan without prefetches. bounds: `PlanLayout.bounds`."""
@@ -102,6 +102,9 @@ def write_layer(
     fields["cpu_pairs"][0] = np.count_nonzero(token_mask) * items.top_k - np.count_nonzero(keys < num_keys)
     fields["hit_end"][0] = item_ends[num_hits]
     fields["prefetch_count"][0] = 0
+    fields["early_rounds"][0] = early = ends.size - 1
+    first = item_ends[num_hits + ends[early - 1]] if early else 0
+    fields["late_items"][:] = first, first if early else item_ends[num_hits], item_ends[-1]
     fields["transfer_end"][:] = moved.size
     fields["transfer_end"][: ends.size] = ends
     fields["item_end"][:] = item_ends[-1]

@@ -17,7 +17,6 @@ from oled_jax.ops.grouping import ItemShape
 from oled_jax.ops.loops import keep_narrow
 
 IMPLEMENTATIONS = ("xla", "triton")
-Bounds = tuple[Int[Array, ""], Int[Array, ""]]
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -31,25 +30,28 @@ def item_rows(x: Float[Array, "N D"], pair_row: Int[Array, " P"], shape: ItemSha
     return x[token].reshape(shape.max_items, shape.rows, -1)
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
+@functools.partial(jax.jit, static_argnames=("span_at", "slots_at", "implementation"))
 def grouped_ffn(
     rows: Float[Array, "J R D"],
-    slots: Int[Array, " I"],
-    bounds: Bounds,
+    numbers: Int[Array, " n"],
     gate_up: Float[Array, "C G D"],
     down: Float[Array, "C D F"],
     out: Float[Array, "I R D"],
     *,
+    span_at: int,
+    slots_at: int,
     implementation: str | None = None,
 ) -> Float[Array, "I R D"]:
-    """down(silu(gate(x)) * up(x)) for the rows of the work items [bounds[0], bounds[1]) (REFERENCE section 4).
+    """down(silu(gate(x)) * up(x)) for the rows of some work items (REFERENCE section 4).
 
     Args:
       rows: of `item_rows`, in the model dtype.
-      slots: the pool slot of each item's page.
-      bounds: first item and end of the items to compute.
+      numbers: what a plan says of the items, as it comes from the host. Kernels read it as it is: to cut it into pieces
+        would be kernels, too, and the device waits for a plan.
       gate_up, down: the pool.
       out: rows of other items are left as they are.
+      span_at: where in `numbers` the first item to compute stands, and behind it the end of those to compute.
+      slots_at: where in `numbers` the pool slots of the I items' pages begin.
       implementation: "xla" works on every backend; "triton" needs a GPU and sizes that its tiles divide; None takes
         the better one that can run.
 
@@ -59,9 +61,8 @@ def grouped_ffn(
     name = implementation or _best(gate_up)
     if name not in IMPLEMENTATIONS:
         raise UsageError(f"unknown implementation {name!r} of grouped_ffn, known: {', '.join(IMPLEMENTATIONS)}")
-    if name == "triton":
-        return grouped_ffn_triton.grouped_ffn(rows, slots, bounds, gate_up, down, out)
-    return _xla(rows, slots, bounds, gate_up, down, out)
+    compute = grouped_ffn_triton.grouped_ffn if name == "triton" else _xla
+    return compute(rows, numbers, gate_up, down, out, span_at=span_at, slots_at=slots_at)
 
 
 def _best(gate_up: Float[Array, "C G D"]) -> str:
@@ -71,23 +72,26 @@ def _best(gate_up: Float[Array, "C G D"]) -> str:
 
 def _xla(
     rows: Float[Array, "J R D"],
-    slots: Int[Array, " I"],
-    bounds: Bounds,
+    numbers: Int[Array, " n"],
     gate_up: Float[Array, "C G D"],
     down: Float[Array, "C D F"],
     out: Float[Array, "I R D"],
+    *,
+    span_at: int,
+    slots_at: int,
 ) -> Float[Array, "I R D"]:
     """A loop over items: reads each active page once and allocates nothing; on a GPU each step is several launches."""
 
     def body(item: Int[Array, ""], out: Float[Array, "I R D"]) -> Float[Array, "I R D"]:
         pool_up, pool_down, item = keep_narrow((gate_up, down, item))
-        page_up = jax.lax.dynamic_index_in_dim(pool_up, slots[item], keepdims=False)
-        page_down = jax.lax.dynamic_index_in_dim(pool_down, slots[item], keepdims=False)
+        slot = numbers[slots_at + item]
+        page_up = jax.lax.dynamic_index_in_dim(pool_up, slot, keepdims=False)
+        page_down = jax.lax.dynamic_index_in_dim(pool_down, slot, keepdims=False)
         x = rows[0] if rows.shape[0] == 1 else jax.lax.dynamic_index_in_dim(rows, item, keepdims=False)
         gate, up = jnp.split(page_up, 2)
         return jax.lax.dynamic_update_index_in_dim(out, swiglu(x, gate, up, page_down), item, 0)
 
-    return jax.lax.fori_loop(*bounds, body, out)
+    return jax.lax.fori_loop(numbers[span_at], numbers[span_at + 1], body, out)
 
 
 def pair_rows(out: Float[Array, "I R D"], pair_row: Int[Array, " P"], shape: ItemShape) -> Float[Array, "N K D"]:

@@ -7,7 +7,7 @@ The Pallas-Triton backend is marked deprecated in JAX: it stays behind `ops.grou
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,26 +31,35 @@ def supports(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
 
 def grouped_ffn(
     rows: Float[Array, "J R D"],
-    slots: Int[Array, " I"],
-    bounds: tuple[Int[Array, ""], Int[Array, ""]],
+    numbers: Int[Array, " n"],
     gate_up: Float[Array, "C G D"],
     down: Float[Array, "C D F"],
     out: Float[Array, "I R D"],
     *,
+    span_at: int,
+    slots_at: int,
     interpret: bool = False,
 ) -> Float[Array, "I R D"]:
     """See `ops.grouped_ffn.grouped_ffn`. interpret: run the kernels without a GPU, for tests."""
     num_rows = rows.shape[1]
     padded = max(LEAST_TILE, pl.next_power_of_2(num_rows))
+    at = Places(span_at, slots_at)
     if padded != num_rows:
         widths = ((0, 0), (0, padded - num_rows), (0, 0))
-        result = grouped_ffn(
-            jnp.pad(rows, widths), slots, bounds, gate_up, down, jnp.pad(out, widths), interpret=interpret
-        )
-        return result[:, :num_rows]
-    span = jnp.stack(bounds).astype(jnp.int32)
-    hidden = _gate_up(rows, slots, span, gate_up, interpret=interpret)
-    return _down(hidden, slots, span, down, out, interpret=interpret)
+        rows, out = jnp.pad(rows, widths), jnp.pad(out, widths)
+    hidden = _gate_up(rows, numbers, at, gate_up, num_items=out.shape[0], interpret=interpret)
+    return _down(hidden, numbers, at, down, out, interpret=interpret)[:, :num_rows]
+
+
+class Places(NamedTuple):
+    """Where in `numbers` first item and end stand, and where the items' slots begin."""
+
+    span: int
+    slots: int
+
+    def computes(self, numbers_ref: Any, item: Array) -> Array:
+        """Whether the item is one to compute."""
+        return (numbers_ref[self.span] <= item) & (item < numbers_ref[self.span + 1])
 
 
 def _launch(kernel: Callable[..., None], grid: tuple[int, int], *operands: Array, **options: Any) -> Array:
@@ -71,24 +80,25 @@ def _launch(kernel: Callable[..., None], grid: tuple[int, int], *operands: Array
 
 def _gate_up(
     rows: Float[Array, "J R D"],
-    slots: Int[Array, " I"],
-    span: Int[Array, " 2"],
+    numbers: Int[Array, " n"],
+    at: Places,
     gate_up: Float[Array, "C G D"],
     *,
+    num_items: int,
     interpret: bool,
 ) -> Float[Array, "I R F"]:
     """silu(gate(x)) * up(x) of each item."""
     J, R, D = rows.shape
     F = gate_up.shape[1] // 2
     tile_out, tile_in = math.gcd(F, TILE_OUT), math.gcd(D, TILE_IN)
-    shape = jax.ShapeDtypeStruct((slots.shape[0], R, F), rows.dtype)
+    shape = jax.ShapeDtypeStruct((num_items, R, F), rows.dtype)
 
-    def kernel(span_ref: Any, slots_ref: Any, rows_ref: Any, pages_ref: Any, out_ref: Any) -> None:
+    def kernel(numbers_ref: Any, rows_ref: Any, pages_ref: Any, out_ref: Any) -> None:
         item, tile = pl.program_id(0), pl.program_id(1)
 
-        @pl.when((span_ref[0] <= item) & (item < span_ref[1]))
+        @pl.when(at.computes(numbers_ref, item))
         def compute() -> None:
-            slot, source = slots_ref[item], jnp.where(J == 1, 0, item)
+            slot, source = numbers_ref[at.slots + item], jnp.where(J == 1, 0, item)
             gate_rows = pl.ds(tile * tile_out, tile_out)
             up_rows = pl.ds(F + tile * tile_out, tile_out)
 
@@ -105,14 +115,14 @@ def _gate_up(
             activated = (wide * jax.nn.sigmoid(wide)).astype(rows.dtype)
             plt.store(out_ref.at[item, :, gate_rows], activated * up)
 
-    grid = slots.shape[0], F // tile_out
-    return _launch(kernel, grid, span, slots, rows, gate_up, out_shape=shape, interpret=interpret)
+    grid = num_items, F // tile_out
+    return _launch(kernel, grid, numbers, rows, gate_up, out_shape=shape, interpret=interpret)
 
 
 def _down(
     hidden: Float[Array, "I R F"],
-    slots: Int[Array, " I"],
-    span: Int[Array, " 2"],
+    numbers: Int[Array, " n"],
+    at: Places,
     down: Float[Array, "C D F"],
     out: Float[Array, "I R D"],
     *,
@@ -123,13 +133,13 @@ def _down(
     D = down.shape[1]
     tile_out, tile_in = math.gcd(D, TILE_OUT), math.gcd(F, TILE_IN)
 
-    def kernel(span_ref: Any, slots_ref: Any, hidden_ref: Any, pages_ref: Any, old_ref: Any, out_ref: Any) -> None:
+    def kernel(numbers_ref: Any, hidden_ref: Any, pages_ref: Any, old_ref: Any, out_ref: Any) -> None:
         del old_ref  # the same memory as out_ref
         item, tile = pl.program_id(0), pl.program_id(1)
 
-        @pl.when((span_ref[0] <= item) & (item < span_ref[1]))
+        @pl.when(at.computes(numbers_ref, item))
         def compute() -> None:
-            slot, page_rows = slots_ref[item], pl.ds(tile * tile_out, tile_out)
+            slot, page_rows = numbers_ref[at.slots + item], pl.ds(tile * tile_out, tile_out)
 
             def step(index: Array, total: Array) -> Array:
                 columns = pl.ds(index * tile_in, tile_in)
@@ -140,9 +150,9 @@ def _down(
             plt.store(out_ref.at[item, :, page_rows], total.astype(out.dtype))
 
     shape = jax.ShapeDtypeStruct(out.shape, out.dtype)
-    grid, in_place = (I, D // tile_out), {4: 0}  # `out` is the fifth operand
+    grid, in_place = (I, D // tile_out), {3: 0}  # `out` is the fourth operand
     return _launch(
-        kernel, grid, span, slots, hidden, down, out,
+        kernel, grid, numbers, hidden, down, out,
         out_shape=shape, input_output_aliases=in_place, interpret=interpret,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from engines import GREEDY, build, open_golden, open_tiny, run
 from oled_jax import native
 from oled_jax.models.kv_cache import init_kv_cache
 from oled_jax.offload.pool import Pool
-from oled_jax.program import PassInputs, PassSpec, forward_pass
+from oled_jax.program import Packed, PassInputs, PassSpec, forward_pass
 
 PROMPTS = [list(range(30)), list(range(3))]
 
@@ -31,6 +31,34 @@ def test_the_pool_stays_where_it_is(engine):
     for prompt in PROMPTS:
         run(engine, [prompt])
     assert [array.unsafe_buffer_pointer() for array in engine.pool] == before
+
+
+@pytest.mark.parametrize("policy", ["all", "oled"])
+def test_hidden_states_of_passes_of_one_size_lie_in_one_place(golden, policy):
+    """What moved would have to be patched in CUDA graphs."""
+    engine = build(*open_tiny(golden), policy, 6)
+    run(engine, PROMPTS[:1])
+    before = {shape: hidden.unsafe_buffer_pointer() for shape, hidden in engine._hidden.items()}
+    assert before.keys() == {(1, 8), (1, 32)}  # a block, and a chunk of the prompt
+    run(engine, PROMPTS[:1])
+    assert {shape: hidden.unsafe_buffer_pointer() for shape, hidden in engine._hidden.items()} == before
+
+
+def test_inputs_are_the_same_unpacked_in_a_program():
+    rng = np.random.default_rng(0)
+    given = PassInputs(
+        tokens=rng.integers(0, 9, (2, 3), np.int32),
+        starts=np.array([5, -1], np.int32),
+        token_mask=np.array([[True, False, True], [False, True, False]]),
+        sequence_length=np.array([7, 8], np.int32),
+        manager=np.int32(2**31 - 1),
+        folds=np.array([False, True]),
+    )
+    for one, other in zip(given, jax.jit(Packed.unpack)(Packed.of(given)), strict=True):
+        if one is None:
+            assert other is None
+        else:
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other), strict=True)
 
 
 def test_nothing_compiles_after_warm_up(engine):
@@ -63,14 +91,17 @@ def test_the_compiled_pass_never_copies_the_pool(golden, dtype, carrier):
     config, num_slots = engine.config, 40_000
     pool = Pool(*(jax.ShapeDtypeStruct((num_slots, *array.shape[1:]), array.dtype) for array in engine.pool))
     inputs = PassInputs(
-        tokens=jnp.zeros((1, 8), jnp.int32),
-        starts=jnp.zeros(1, jnp.int32),
-        token_mask=jnp.ones((1, 8), bool),
-        sequence_length=jnp.int32(8),
-        manager=jnp.int32(0),
+        tokens=np.zeros((1, 8), np.int32),
+        starts=np.zeros(1, np.int32),
+        token_mask=np.ones((1, 8), bool),
+        sequence_length=np.int32(8),
+        manager=np.int32(0),
     )
+    hidden = jax.ShapeDtypeStruct((1, 8, config.hidden_size), jnp.dtype(dtype))
     spec = PassSpec(config=config, block_length=8, spare=engine.manager.spare, uses_cpu=False, carrier=carrier)
-    lowered = forward_pass.lower(spec, engine.trunk, engine.mover.operands, pool, init_kv_cache(config, 1, 64), inputs)
+    lowered = forward_pass.lower(
+        spec, engine.trunk, engine.mover.operands, pool, init_kv_cache(config, 1, 64), Packed.of(inputs), hidden
+    )
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes > num_slots * config.page_parameters * jnp.dtype(dtype).itemsize
     assert memory.temp_size_in_bytes < 1e6

@@ -41,6 +41,18 @@ DECODING = dataclasses.replace(GREEDY, mask_id=95, eos_id=-1)
 PROMPTS = [list(range(40, 69)), [5, 6, 7, 8, 9]]  # three blocks and a part, less than one
 
 
+def set_rounds(plan, ends, hits=0):
+    """The plan has rounds that end after so many transfers of one item each, behind `hits` items that need none."""
+    transfer_end, item_end = np.array(ends), np.array(ends) + hits
+    for field, values in (("transfer_end", transfer_end), ("item_end", item_end)):
+        plan[field][:] = values[-1]
+        plan[field][: values.size] = values
+    early = len(ends) - 1
+    first = item_end[early - 1] if early else 0
+    plan["num_rounds"][:], plan["early_rounds"][:], plan["hit_end"][:] = len(ends), early, hits
+    plan["late_items"][:] = first, first if early else hits, item_end[-1]
+
+
 @pytest.fixture(scope="module")
 def model(golden):
     return open_golden(golden / "variants" / "base-float32")
@@ -208,10 +220,8 @@ def test_ten_thousand_layers_leak_nothing():
         def on_route(self, layer, packed, hidden):
             flat = layout.empty()
             plan = layout.fields(flat)
-            plan["num_rounds"][:] = 2
             plan["cpu_pairs"][:] = 1
-            for ends in (plan["transfer_end"], plan["item_end"]):
-                ends[0], ends[1:] = 4, E
+            set_rounds(plan, [4, E])
             plan["transfer_expert"][:] = np.arange(E)
             plan["transfer_slot"][:] = plan["item_slot"][:] = np.arange(E) % 4
             plan["pair_row"][:] = np.arange(N * K) % E * items.rows
@@ -270,10 +280,7 @@ def test_a_page_asked_for_ahead_is_computed_with_before_its_slot_is_given_away()
             moves, slots, hits, ends = (
                 ([(0, 0)], [0], 0, [1]) if layer == 0 else ([(2, 1), (3, 0)], [0, 1, 0], 1, [1, 2])
             )
-            plan["num_rounds"][:], plan["hit_end"][:] = len(ends), hits
-            for field, offset in (("transfer_end", 0), ("item_end", hits)):
-                plan[field][:] = ends[-1] + offset
-                plan[field][: len(ends)] = np.array(ends) + offset
+            set_rounds(plan, ends, hits)
             plan["transfer_expert"][: len(moves)], plan["transfer_slot"][: len(moves)] = zip(*moves, strict=True)
             plan["item_slot"][: len(slots)] = slots
             row = np.arange(K) * items.rows * (layer == 1) + np.arange(N)[:, None]

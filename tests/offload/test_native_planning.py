@@ -272,6 +272,9 @@ def test_arrays_that_are_written_are_of_their_very_dtype_layout_and_byte_order()
     unpack(0, 8, *swapped, ids, gates, loads, slot, last_use, resident)
     assert loads.tolist() == [1, 1]
     assert last_use.tolist() == [[8, 8]]
+    none = np.zeros((0, 2), np.int32), np.ones(0, bool), np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32)
+    hits, misses = unpack(0, 9, *none, loads, slot, last_use, resident)  # NumPy gives an empty array strides of 0
+    assert hits.size == misses.size == loads.sum() == 0
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ SHAPES = [(16, 4, 32, 64, 32), (80, 2, 8, 48, 16), (1, 2, 4, 32, 16), (7, 3, 5, 
 # What the kernels' tiles divide: the whole ones, those of the model in the package, and the least.
 TILED = [(16, 4, 12, 256, 128), (80, 2, 8, 128, 256), (3, 2, 4, 128, 128), (16, 4, 12, 192, 32), (7, 3, 5, 48, 16)]
 
+SPAN_AT, SLOTS_AT = 1, 5  # anywhere, apart, with other numbers around them
 
 XLA = functools.partial(grouped_ffn, implementation="xla")
 TRITON = functools.partial(grouped_ffn_triton.grouped_ffn, interpret=jax.default_backend() != "gpu")
@@ -49,11 +50,12 @@ def draw(shape, dtype, seed=0):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def items_and_pairs(ffn, items, x, pair_row, slots, bounds, gate_up, down):
+def items_and_pairs(ffn, items, x, pair_row, numbers, gate_up, down):
     """Rows of items and of pairs [N, K, D], in one program: one by one, the operations would be compiled one by one."""
     # Poisoned, so that a row that was not written is seen.
     out = jnp.full((items.max_items, items.rows, x.shape[1]), jnp.nan, x.dtype)
-    out = ffn(item_rows(x, pair_row, items), slots, bounds, gate_up, down, out)
+    rows = item_rows(x, pair_row, items)
+    out = ffn(rows, numbers, gate_up, down, out, span_at=SPAN_AT, slots_at=SLOTS_AT)
     return out, pair_rows(out, pair_row, items).astype(jnp.float32)
 
 
@@ -62,12 +64,12 @@ def compute(ffn, shape, x, ids, gate_up, down, slot_of=None, bounds=None):
     N, K, E, _, _ = shape
     items = ItemShape(num_tokens=N, top_k=K, num_experts=E)
     pair_row, counts = group_pairs(ids.ravel(), E, items)
-    slots = np.zeros(items.max_items, np.int32)
     active = np.repeat(np.arange(E) if slot_of is None else slot_of, counts)
-    slots[: active.size] = active
-    first, end = bounds or (0, active.size)
-    bounds = np.int32(first), np.int32(end)
-    return [np.asarray(a) for a in items_and_pairs(ffn, items, x, pair_row, slots, bounds, gate_up, down)]
+    numbers = np.full(SLOTS_AT + items.max_items + 3, -7, np.int32)
+    numbers[SLOTS_AT:-3] = 0
+    numbers[SLOTS_AT : SLOTS_AT + active.size] = active
+    numbers[SPAN_AT : SPAN_AT + 2] = bounds or (0, active.size)
+    return [np.asarray(a) for a in items_and_pairs(ffn, items, x, pair_row, numbers, gate_up, down)]
 
 
 def pairs(*arguments):

@@ -5,7 +5,7 @@ compiled. A `Mover` belongs to an engine and does what happens between passes.
 """
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
@@ -18,8 +18,18 @@ from oled_jax.offload.store import PageStore
 
 Plan = dict[str, Int[Array, "..."]]  # fields of `PlanLayout`
 
-# Computes the work items first <= i < end from the pool into the rows of `out`.
-Compute = Callable[[Int[Array, ""], Int[Array, ""], Pool, Float[Array, "I R D"]], Float[Array, "I R D"]]
+
+class InPlan(NamedTuple):
+    """First item and end, as they stand behind one another in a plan: in this field, from this index on."""
+
+    field: str
+    index: int = 0
+
+
+# First item and end.
+Span = InPlan | tuple[Int[Array, ""], Int[Array, ""]]
+# Computes these work items from the pool into their rows of `out`.
+Compute = Callable[[Span, Pool, Float[Array, "I R D"]], Float[Array, "I R D"]]
 
 
 @runtime_checkable
@@ -34,8 +44,8 @@ class Carrier(Protocol):
         gates: Float[Array, "N K"],
         pool: Pool,
         layout: PlanLayout,
-    ) -> tuple[Pool, Plan]:
-        """Asks the manager."""
+    ) -> tuple[Pool, Int[Array, " size"]]:
+        """Asks the manager for a plan of this layout."""
         ...
 
     def carry_out(

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from oled_jax.native import UNAVAILABLE, extension
-from oled_jax.offload.carriers.base import Compute, Plan
+from oled_jax.offload.carriers.base import Compute, InPlan, Plan
 from oled_jax.offload.carriers.portable import pack
 from oled_jax.offload.manager import CacheManager
 from oled_jax.offload.plan import PlanLayout
@@ -58,33 +58,28 @@ class NativeCarrier:
         gates: Float[Array, "N K"],
         pool: Pool,
         layout: PlanLayout,
-    ) -> tuple[Pool, Plan]:
+    ) -> tuple[Pool, Int[Array, " size"]]:
         results = (*map(_like, pool), jax.ShapeDtypeStruct((layout.size,), jnp.int32))
         call = jax.ffi.ffi_call("oled_jax_route", results, input_output_aliases={1: 0, 2: 1})
         offsets = np.array([layout.slices[name].start for name in PLAN_FIELDS], np.int64)
         hidden = (x,) if self.uses_cpu else ()
         *arrays, flat = call(pack(ids, gates), *pool, *hidden, layer=np.int32(layer), offsets=offsets)
-        return Pool(*arrays), layout.fields(flat)
+        return Pool(*arrays), flat
 
     def carry_out(
         self, layer: int, plan: Plan, pool: Pool, out: Float[Array, "I R D"], compute: Compute
     ) -> tuple[Pool, Float[Array, "I R D"]]:
-        hit_end, last = plan["hit_end"][0], jnp.maximum(plan["num_rounds"][0] - 1, 0)
-
-        def one_round(first: Int[Array, ""], index: Int[Array, ""], out: Float[Array, "I R D"]) -> Array:
-            return compute(first, plan["item_end"][index], pool, _land(out, pool))
-
         def early_round(index: Int[Array, ""], out: Float[Array, "I R D"]) -> Array:
             # The first computes the hits, too: a later one may move pages into their slots.
-            return one_round(jnp.where(index > 0, plan["item_end"][index - 1], 0), index, out)
+            first = jnp.where(index > 0, plan["item_end"][index - 1], 0)
+            return compute((first, plan["item_end"][index]), pool, _land(out, pool))
 
         # The host must know how often a loop turns and waits for the device to say it: that takes least now, while the
         # device has nothing to do. Then the host runs ahead of the device. Nearly always one round is all there is, and
         # the loop does not turn: its pages move while the hits are computed.
-        out = jax.lax.fori_loop(0, last, early_round, out)
-        alone = last == 0
-        out = compute(jnp.where(alone, 0, hit_end), hit_end, pool, out)
-        return pool, one_round(jnp.where(alone, hit_end, plan["item_end"][last - 1]), last, out)
+        out = jax.lax.fori_loop(0, plan["early_rounds"][0], early_round, out)
+        out = compute(InPlan("late_items"), pool, out)
+        return pool, compute(InPlan("late_items", 1), pool, _land(out, pool))
 
     def add_cpu_share(self, layer: int, plan: Plan, pool: Pool, total: Float32[Array, "N D"]) -> Float32[Array, "N D"]:
         if not self.uses_cpu:

@@ -62,10 +62,10 @@ class PortableCarrier:
         gates: Float[Array, "N K"],
         pool: Pool,
         layout: PlanLayout,
-    ) -> tuple[Pool, Plan]:
+    ) -> tuple[Pool, Int[Array, " size"]]:
         result = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         operands = (self.handle, np.int32(layer), pack(ids, gates), *((x,) if self.uses_cpu else ()))
-        return pool, layout.fields(io_callback(_route, result, *operands, ordered=False))
+        return pool, io_callback(_route, result, *operands, ordered=False)
 
     def carry_out(
         self, layer: int, plan: Plan, pool: Pool, out: Float[Array, "I R D"], compute: Compute
@@ -77,7 +77,7 @@ class PortableCarrier:
             first_item = jnp.where(index > 0, plan["item_end"][previous], 0)
             moves = plan["transfer_expert"], plan["transfer_slot"], first_transfer, plan["transfer_end"][index]
             pool = fetch(pool, self.store[layer], *moves)
-            return pool, compute(first_item, plan["item_end"][index], pool, out)
+            return pool, compute((first_item, plan["item_end"][index]), pool, out)
 
         pool, out = jax.lax.fori_loop(0, plan["num_rounds"][0], one_round, (pool, out))
         if layer + 1 < len(self.store):
