@@ -57,6 +57,15 @@ class NumpyView {
   NumpyView(const NumpyView&) = delete;
   NumpyView& operator=(const NumpyView&) = delete;
 
+  // The same array, to be read; whoever has `other` keeps it.
+  template <class U, class = std::enable_if_t<std::is_same_v<const U, T>>>
+  NumpyView(const NumpyView<U, Rank>& other)  // NOLINT: a view converts as a pointer does
+      : data_(const_cast<U*>(other.begin())), size_(other.size()), step_(other.step()) {
+    for (int axis = 0; axis < Rank; ++axis) shape_[axis] = other.shape(axis);
+  }
+  // Memory that belongs to nobody in Python.
+  static NumpyView over(T* data, const int64_t (&shape)[Rank]) { return NumpyView(data, shape); }
+
   // False if the object is no such array.
   bool borrow(PyObject* object) noexcept {
     if (!PyArray_Check(object)) return false;
@@ -83,7 +92,8 @@ class NumpyView {
   T* row(int64_t index) const {
     return reinterpret_cast<T*>(static_cast<char*>(data_) + index * step_);
   }
-  // Elements from one row to the next.
+  // Bytes, and elements, from one row to the next.
+  int64_t step() const { return step_; }
   int64_t row_step() const { return step_ / static_cast<int64_t>(sizeof(T)); }
   T* begin() const { return static_cast<T*>(data_); }
   T* end() const {
@@ -96,6 +106,15 @@ class NumpyView {
   }
 
  private:
+  NumpyView(T* data, const int64_t (&shape)[Rank])
+      : data_(const_cast<std::remove_const_t<T>*>(data)), size_(1), step_(sizeof(T)) {
+    for (int axis = 0; axis < Rank; ++axis) {
+      shape_[axis] = shape[axis];
+      size_ *= shape[axis];
+      if (axis > 0) step_ *= shape[axis];
+    }
+  }
+
   static bool fits(PyArrayObject* array) noexcept {
     constexpr int needed = NPY_ARRAY_ALIGNED | (std::is_const_v<T> ? 0 : NPY_ARRAY_WRITEABLE);
     const int number = PyArray_TYPE(array);

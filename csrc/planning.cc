@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "planning_arrays.h"
+#include "planning_steps.h"
 
 namespace nb = nanobind;
 
@@ -31,6 +31,8 @@ void count_token(const int32_t* ids, int64_t K, int64_t* loads, int64_t E) {
   }
 }
 
+}  // namespace
+
 void unpack(const NumpyView<const int32_t, 2>& packed, const Flags& token_mask,
             const NumpyView<int32_t, 2>& expert_ids, const NumpyView<float, 2>& gates,
             const NumpyView<int64_t>& loads) {
@@ -48,6 +50,8 @@ void unpack(const NumpyView<const int32_t, 2>& packed, const Flags& token_mask,
   }
 }
 
+namespace {
+
 void count_loads(const NumpyView<const int32_t, 3>& expert_ids, const Flags& token_mask,
                  const NumpyView<int64_t, 2>& loads) {
   const int64_t L = expert_ids.shape(0), N = expert_ids.shape(1), K = expert_ids.shape(2);
@@ -62,11 +66,11 @@ void count_loads(const NumpyView<const int32_t, 3>& expert_ids, const Flags& tok
   }
 }
 
-// Loads: a view of int64, const or not.
-template <class Loads>
-nb::tuple split_activated(int64_t layer, int64_t pass_number, const Loads& loads,
-                          const NumpyView<const int32_t, 2>& slot,
-                          const NumpyView<int64_t, 2>& last_use, const NumpyView<bool>& resident) {
+}  // namespace
+
+Activated activate(int64_t layer, int64_t pass_number, const Numbers& loads,
+                   const NumpyView<const int32_t, 2>& slot, const NumpyView<int64_t, 2>& last_use,
+                   const NumpyView<bool>& resident, int64_t* experts) {
   const int64_t E = loads.size();
   require(resident.size() == E, "arrays of different numbers of experts");
   require(slot.shape(1) == E && last_use.shape(1) == E, "tables of another number of experts");
@@ -81,12 +85,23 @@ nb::tuple split_activated(int64_t layer, int64_t pass_number, const Loads& loads
     hits += resident[e];
     ++activated;
   }
-  NewArray<int64_t> hit(hits), missed(activated - hits);
-  int64_t *next_hit = hit.begin(), *next_miss = missed.begin();
+  int64_t hit = 0, miss = hits;
   for (int64_t e = 0; e < E; ++e) {
-    if (loads[e] > 0) *(resident[e] ? next_hit : next_miss)++ = e;
+    if (loads[e] > 0) experts[resident[e] ? hit++ : miss++] = e;
   }
-  return nb::make_tuple(hit.object(), missed.object());
+  return {hits, activated - hits};
+}
+
+namespace {
+
+nb::tuple split_activated(int64_t layer, int64_t pass_number, const Numbers& loads,
+                          const NumpyView<const int32_t, 2>& slot,
+                          const NumpyView<int64_t, 2>& last_use, const NumpyView<bool>& resident) {
+  std::vector<int64_t> experts(loads.size());
+  const Activated found =
+      activate(layer, pass_number, loads, slot, last_use, resident, experts.data());
+  return nb::make_tuple(new_array(experts.data(), found.hits),
+                        new_array(experts.data() + found.hits, found.misses));
 }
 
 nb::tuple unpack_activated(int64_t layer, int64_t pass_number,
@@ -124,6 +139,8 @@ void require_routes(const Ids& expert_ids, const Gates& gates, const Reals& weig
   require(weights.size() == expert_ids.shape(1), "one weight per token");
 }
 
+}  // namespace
+
 void score_layer(int64_t layer, const NumpyView<const int32_t, 2>& expert_ids,
                  const NumpyView<const float, 2>& gates, const Reals& weights,
                  const NumpyView<int32_t, 3>& kept_ids, const NumpyView<float, 3>& kept_gates,
@@ -139,6 +156,8 @@ void score_layer(int64_t layer, const NumpyView<const int32_t, 2>& expert_ids,
   }
   score(kept_ids.row(layer), kept_gates.row(layer), weights, K, scores.row(layer), scores.shape(1));
 }
+
+namespace {
 
 void score_layers(const NumpyView<const int32_t, 3>& expert_ids,
                   const NumpyView<const float, 3>& gates, const Reals& weights,
@@ -195,30 +214,40 @@ void exchange(std::vector<Miss>& misses, int64_t count, double h2d_us, int64_t s
   }
 }
 
-nb::tuple split_balanced(const Numbers& misses, const Numbers& loads, const Reals& scores,
-                         double h2d_us, double cpu_fixed_us, double cpu_token_us,
-                         double reuse_scale, int64_t swaps) {
+}  // namespace
+
+int64_t balance(const Numbers& misses, const Numbers& loads, const Reals& scores,
+                const SplitCosts& costs, double reuse_scale, int64_t swaps, int64_t* ranked) {
   const int64_t M = misses.size();
   require_experts(misses, std::min(loads.size(), scores.size()));
   std::vector<Miss> sorted(M);
   double cpu_us = 0.0;
   for (int64_t i = 0; i < M; ++i) {
     const int64_t e = misses[i];
-    const double cpu = cpu_fixed_us + cpu_token_us * static_cast<double>(loads[e]);
+    const double cpu = costs.cpu_fixed_us + costs.cpu_token_us * static_cast<double>(loads[e]);
     sorted[i] = {e, scores[e], cpu, reuse_scale * scores[e]};
     cpu_us += cpu;
   }
   const double mean = cpu_us / static_cast<double>(M);
-  const double share = static_cast<double>(M) * mean / (mean + h2d_us) + 0.5;
+  const double share = static_cast<double>(M) * mean / (mean + costs.h2d_us) + 0.5;
   const int64_t count = share < static_cast<double>(M) ? static_cast<int64_t>(share) : M;
   std::stable_sort(sorted.begin(), sorted.end(),
                    [](const Miss& a, const Miss& b) { return greater(a.score, b.score); });
-  if (0 < count && count < M) exchange(sorted, count, h2d_us, swaps);
-  NewArray<int64_t> to_gpu(count), to_cpu(M - count);
-  for (int64_t i = 0; i < M; ++i) {
-    (i < count ? to_gpu.begin()[i] : to_cpu.begin()[i - count]) = sorted[i].expert;
-  }
-  return nb::make_tuple(to_gpu.object(), to_cpu.object());
+  if (0 < count && count < M) exchange(sorted, count, costs.h2d_us, swaps);
+  for (int64_t i = 0; i < M; ++i) ranked[i] = sorted[i].expert;
+  return count;
+}
+
+namespace {
+
+nb::tuple split_balanced(const Numbers& misses, const Numbers& loads, const Reals& scores,
+                         double h2d_us, double cpu_fixed_us, double cpu_token_us,
+                         double reuse_scale, int64_t swaps) {
+  std::vector<int64_t> ranked(misses.size());
+  const SplitCosts costs{h2d_us, cpu_fixed_us, cpu_token_us};
+  const int64_t count = balance(misses, loads, scores, costs, reuse_scale, swaps, ranked.data());
+  return nb::make_tuple(new_array(ranked.data(), count),
+                        new_array(ranked.data() + count, misses.size() - count));
 }
 
 nb::tuple scan_paths(double h2d_us, const Reals& cpu, const Reals& reuse,
@@ -255,13 +284,13 @@ nb::tuple scan_paths(double h2d_us, const Reals& cpu, const Reals& reuse,
   return nb::make_tuple(value, *std::min_element(bounds.begin(), bounds.end()));
 }
 
-nb::object best_residents(const Flags& resident, const Numbers& entering, const Reals& scores,
-                          const Numbers& last_use, int64_t count) {
+}  // namespace
+
+void choose_residents(const Flags& resident, const Numbers& entering, const Reals& scores,
+                      const Numbers& last_use, int64_t count, bool* chosen) {
   const int64_t E = resident.size();
   require(scores.size() == E && last_use.size() == E, "arrays of different numbers of experts");
   require_experts(entering, E);
-  NewArray<bool> array(E);
-  bool* chosen = array.begin();
   std::copy(resident.begin(), resident.end(), chosen);
   for (int64_t e : entering) chosen[e] = true;
   struct Candidate {
@@ -273,7 +302,7 @@ nb::object best_residents(const Flags& resident, const Numbers& entering, const 
   for (int64_t e = 0; e < E; ++e) {
     if (chosen[e]) candidates.push_back({scores[e], last_use[e], e});
   }
-  if (static_cast<int64_t>(candidates.size()) <= count) return array.object();
+  if (static_cast<int64_t>(candidates.size()) <= count) return;
   const auto best = candidates.begin() + std::max<int64_t>(count, 0);
   std::nth_element(candidates.begin(), best, candidates.end(),
                    [](const Candidate& a, const Candidate& b) {
@@ -283,8 +312,17 @@ nb::object best_residents(const Flags& resident, const Numbers& entering, const 
                      return a.expert < b.expert;
                    });
   for (auto dropped = best; dropped != candidates.end(); ++dropped) chosen[dropped->expert] = false;
-  return array.object();
 }
+
+namespace {
+
+nb::object best_residents(const Flags& resident, const Numbers& entering, const Reals& scores,
+                          const Numbers& last_use, int64_t count) {
+  NewArray<bool> chosen(resident.size());
+  choose_residents(resident, entering, scores, last_use, count, chosen.begin());
+  return chosen.object();
+}
+
 
 // As in oled_jax/offload/residency.py.
 enum Fault : int64_t { kNoFault, kNotTheMisses, kKeepsAbsent, kKeepsTooMany };
@@ -351,20 +389,20 @@ struct Slots {
   }
 };
 
-nb::tuple move_pages(int64_t layer, int64_t num_free, const Numbers& hits, const Numbers& misses,
-                     const Numbers& to_gpu, const Numbers& to_cpu, const Flags& keep, int64_t most,
-                     const NumpyView<int32_t, 2>& table, const NumpyView<int32_t>& free,
-                     const NumpyView<int32_t>& ends) {
+}  // namespace
+
+Moved move_pages(int64_t layer, int64_t num_free, const Numbers& hits, const Numbers& misses,
+                 const Numbers& to_gpu, const Numbers& to_cpu, const Flags& keep, int64_t most,
+                 const NumpyView<int32_t, 2>& table, const NumpyView<int32_t>& free,
+                 const NumpyView<int32_t>& ends, int32_t* slots) {
   const int64_t E = table.shape(1), G = to_gpu.size(), H = hits.size();
   require(0 <= layer && layer < table.shape(0), "no such layer");
   require(0 <= num_free && num_free <= free.size(), "more slots are free than there are");
   require(keep.size() == E && ends.size() >= std::max<int64_t>(G, 1), "arrays of other sizes");
   require_experts(hits, E);
   if (int64_t fault = find_fault(misses, to_gpu, to_cpu, table.row(layer), keep, most)) {
-    return nb::make_tuple(fault, 0, num_free, NewArray<int32_t>(0).object());
+    return {fault, 0, num_free};
   }
-  NewArray<int32_t> array(H + G);
-  int32_t* slots = array.begin();
   Slots pool{table.row(layer), free, num_free};
   for (int64_t i = 0; i < H; ++i) slots[i] = pool.row[hits[i]];
   std::vector<int64_t> leaving;
@@ -397,8 +435,22 @@ nb::tuple move_pages(int64_t layer, int64_t num_free, const Numbers& hits, const
     done = end;
   } while (done < G);
   pool.release();
-  return nb::make_tuple(int64_t{kNoFault}, rounds, pool.num_free, array.object());
+  return {kNoFault, rounds, pool.num_free};
 }
+
+namespace {
+
+nb::tuple exchange_pages(int64_t layer, int64_t num_free, const Numbers& hits,
+                         const Numbers& misses, const Numbers& to_gpu, const Numbers& to_cpu,
+                         const Flags& keep, int64_t most, const NumpyView<int32_t, 2>& table,
+                         const NumpyView<int32_t>& free, const NumpyView<int32_t>& ends) {
+  std::vector<int32_t> slots(hits.size() + to_gpu.size());
+  const Moved moved = move_pages(layer, num_free, hits, misses, to_gpu, to_cpu, keep, most, table,
+                                 free, ends, slots.data());
+  const int64_t given = moved.fault ? 0 : static_cast<int64_t>(slots.size());
+  return nb::make_tuple(moved.fault, moved.rounds, moved.num_free, new_array(slots.data(), given));
+}
+
 
 // The order of WRITTEN in oled_jax/offload/plan.py.
 enum Field {
@@ -417,13 +469,14 @@ enum Field {
   kFields
 };
 
+}  // namespace
+
 void write_layer(const NumpyView<const int32_t, 2>& expert_ids, const Flags& token_mask,
-                const Numbers& hits, const Numbers& to_gpu, const NumpyView<const int32_t>& slots,
-                const NumpyView<const int32_t>& ends, nb::handle items,
-                const NumpyView<const int64_t, 2>& bounds, const NumpyView<int32_t>& plan) {
+                 const Numbers& hits, const Numbers& to_gpu, const NumpyView<const int32_t>& slots,
+                 const NumpyView<const int32_t>& ends, int64_t rows,
+                 const NumpyView<const int64_t, 2>& bounds, const NumpyView<int32_t>& plan) {
   const int64_t N = expert_ids.shape(0), K = expert_ids.shape(1);
   const int64_t H = hits.size(), G = to_gpu.size(), S = H + G, R = ends.size();
-  const auto rows = nb::cast<int64_t>(items.attr("rows"));
   require(token_mask.size() == N && slots.size() == S && R > 0 && rows > 0,
           "arrays of other sizes");
   require(bounds.shape(0) == kFields && bounds.shape(1) == 2, "bounds of other fields");
@@ -489,12 +542,23 @@ void write_layer(const NumpyView<const int32_t, 2>& expert_ids, const Flags& tok
   late_items[2] = item[S];
 }
 
+namespace {
+
+// items: an ItemShape.
+void write_items(const NumpyView<const int32_t, 2>& expert_ids, const Flags& token_mask,
+                 const Numbers& hits, const Numbers& to_gpu, const NumpyView<const int32_t>& slots,
+                 const NumpyView<const int32_t>& ends, nb::handle items,
+                 const NumpyView<const int64_t, 2>& bounds, const NumpyView<int32_t>& plan) {
+  const auto rows = nb::cast<int64_t>(items.attr("rows"));
+  write_layer(expert_ids, token_mask, hits, to_gpu, slots, ends, rows, bounds, plan);
+}
+
 }  // namespace
 
 void bind_planning(nb::module_& module) {
   nb::module_ planning = module.def_submodule("planning", "NumPy functions of oled_jax, compiled.");
   planning.def("count_loads", &count_loads);
-  planning.def("split_activated", &split_activated<Numbers>);
+  planning.def("split_activated", &split_activated);
   planning.def("unpack_activated", &unpack_activated);
   planning.def("score_layer", &score_layer);
   planning.def("score_layers", &score_layers);
@@ -502,9 +566,10 @@ void bind_planning(nb::module_& module) {
   planning.def("scan_paths", &scan_paths);
   planning.def("best_residents", &best_residents);
   planning.def("exchange_arrivals", &exchange_arrivals);
-  planning.def("move_pages", &move_pages);
-  planning.def("write_layer", &write_layer);
+  planning.def("move_pages", &exchange_pages);
+  planning.def("write_layer", &write_items);
   bind_reuse(planning);
+  bind_layer_planner(planning);
 }
 
 }  // namespace oled_jax

@@ -12,5 +12,7 @@ namespace oled_jax {
 void bind_planning(nanobind::module_& module);
 // Adds to it what only `oled+` needs.
 void bind_reuse(nanobind::module_& planning);
+// Adds to it what plans whole layers.
+void bind_layer_planner(nanobind::module_& planning);
 
 }  // namespace oled_jax

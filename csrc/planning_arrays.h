@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 
@@ -15,6 +16,14 @@ using Reals = NumpyView<const double>;
 
 inline void require(bool condition, const char* what) {
   if (!condition) throw std::invalid_argument(what);
+}
+
+// A copy for Python.
+template <class T>
+nanobind::object new_array(const T* values, int64_t size) {
+  NewArray<T> array(size);
+  std::copy_n(values, size, array.begin());
+  return array.object();
 }
 
 }  // namespace oled_jax

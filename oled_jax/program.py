@@ -100,6 +100,11 @@ class PassInputs(NamedTuple):
     folds: Bool[Array, " B"] | None = None
     routes: Int32[Array, "L N K"] | None = None
 
+    @classmethod
+    def of(cls, **arrays: Any) -> "PassInputs":
+        """From NumPy arrays, which are what they are until a program has them (`Packed`)."""
+        return cls(**arrays)
+
 
 class SampleInputs(NamedTuple):
     """What `sample` needs besides hidden states.
@@ -112,6 +117,11 @@ class SampleInputs(NamedTuple):
     requests: Int32[Array, " B"]
     pass_index: Int32[Array, "*B"]
     folds: Bool[Array, " B"] | None = None
+
+    @classmethod
+    def of(cls, **arrays: Any) -> "SampleInputs":
+        """As `PassInputs.of`."""
+        return cls(**arrays)
 
 
 Inputs = TypeVar("Inputs", PassInputs, SampleInputs)
@@ -140,7 +150,7 @@ class Packed(Generic[Inputs]):
 
     def unpack(self) -> Inputs:
         """The arrays again, inside a program."""
-        values: list[Array | None] = []
+        values: list[Any] = []
         start = 0
         for field in self.shapes:
             if field is None:

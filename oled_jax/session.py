@@ -284,7 +284,7 @@ class Session:
             confidence=confidence.ravel(),
             folds=folds,
         )
-        inputs = PassInputs(
+        inputs = PassInputs.of(
             tokens=tokens,
             starts=starts,
             token_mask=token_mask,
@@ -298,7 +298,7 @@ class Session:
             if passes is None:
                 return None
             seed, requests = np.int32(self._decoding.seed), self._numbers[self._request]
-            given = SampleInputs(seed, requests, passes, folds)
+            given = SampleInputs.of(seed=seed, requests=requests, pass_index=passes, folds=folds)
             return sample(self._sampling, self._engine.head, hidden, Packed.of(given))
 
         block_length = self._decoding.block_length

@@ -73,11 +73,11 @@ def test_a_run_that_is_given_up_leaves_what_was_final(engine, kept):
 def test_a_run_that_broke_leaves_nothing(engine, kept, monkeypatch):
     answer(engine, kept, PROMPT)
 
-    def fail(routing):
+    def fail(*_):
         raise ValueError("broken policy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.manager.policy, "on_route", fail)
+        patch.setattr(engine.manager, "_plan", fail)
         with pytest.raises(ValueError, match="broken policy"):
             answer(engine, kept, PROMPT)
     assert answer(engine, kept, PROMPT) == fresh(engine, PROMPT)

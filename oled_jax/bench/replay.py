@@ -96,14 +96,15 @@ class EngineReplay:
         def follow(hidden: jax.Array) -> jax.Array | None:
             if self.sampling is None or info.kind not in (PassKind.DENOISE, PassKind.EDIT):
                 return None
-            given = SampleInputs(np.int32(0), np.zeros(self.rows, np.int32), np.int32(number), info.folds)
+            requests = np.zeros(self.rows, np.int32)
+            given = SampleInputs.of(seed=np.int32(0), requests=requests, pass_index=np.int32(number), folds=info.folds)
             return sample(self.sampling, self.engine.head, hidden, Packed.of(given))
 
         return self.engine.run_pass(info, inputs, cache, self.trace.header.block_length, follow)
 
     def _inputs(self, each: TracePass) -> PassInputs:
         shape, vocabulary = (self.rows, -1), self.engine.config.vocab_size
-        return PassInputs(
+        return PassInputs.of(
             # A synthetic trace has a mask token of its own, beyond the vocabulary.
             tokens=np.minimum(each.info.token_ids, vocabulary - 1).reshape(shape).astype(np.int32),
             starts=each.block_starts.astype(np.int32),

@@ -63,14 +63,11 @@ class OffloadedExperts:
 
         def compute(span: Span, pool: Pool, out: Array) -> Array:
             if isinstance(span, InPlan):
-                numbers, at, slots_at = (
-                    flat,
-                    layout.slices[span.field].start + span.index,
-                    layout.slices["item_slot"].start,
-                )
-            else:
-                numbers, at, slots_at = jnp.concatenate([jnp.stack(span), plan["item_slot"]]), 0, 2
-            return grouped_ffn(rows, numbers, *pool, out, span_at=at, slots_at=slots_at)
+                span_at = layout.slices[span.field].start + span.place
+                slots_at = layout.slices["item_slot"].start
+                return grouped_ffn(rows, flat, *pool, out, span_at=span_at, slots_at=slots_at)
+            numbers = jnp.concatenate([jnp.stack(span), plan["item_slot"]])
+            return grouped_ffn(rows, numbers, *pool, out, span_at=0, slots_at=2)
 
         pool, out = self.carrier.carry_out(layer, plan, pool, carry.out, compute)
         total = combine(pair_rows(out, plan["pair_row"], items), gates)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32
 
 from oled_jax.errors import PolicyError
+from oled_jax.offload.compiled_planner import compiled_planner
 from oled_jax.offload.cpu_experts.base import CpuExperts, CpuWork
 from oled_jax.offload.plan import MAX_PREFETCHES, PlanLayout
 from oled_jax.offload.residency import KEEPS_ABSENT, KEEPS_TOO_MANY, NOT_THE_MISSES, Residency
@@ -71,10 +72,12 @@ class CacheManager:
         self.recorder: TraceRecorder | None = None  # is told what was routed; the rest it hears from the engine
         self._buffers: dict[int, _PassBuffers] = {}
         self._loads = np.zeros(context.num_experts, np.int64)  # of the layer that is being planned
+        self._compiled = compiled_planner(policy, self.residency, self._loads)
         self._info: PassInfo | None = None
         self._pass_number = 0
         self._planning_us = self._accounting_us = 0.0
-        self._settled: tuple[LayerRouting, Decision] | None = None  # is not counted yet
+        # Is not counted yet. A layer number alone: the compiled planner knows the rest.
+        self._settled: tuple[LayerRouting, Decision] | int | None = None
         self._wanted: dict[int, list[PageRequest]] = {}
         self._divided = np.full(context.num_layers, -1)  # capacities that every layer is known to keep to
 
@@ -115,6 +118,8 @@ class CacheManager:
     def end_iteration(self, outcome: IterationOutcome) -> list[Move]:
         """A pass is over and the decoder has acted. Returns pages to stage now."""
         start = time.perf_counter()
+        if self._compiled is not None:
+            self._compiled.end_pass()
         requests = self.policy.end_iteration(outcome)
         self._shrink()
         staged = self._stage(requests, outcome.kind)
@@ -202,6 +207,14 @@ class CacheManager:
         info = self._info
         if info is None or info.token_mask.size != packed.shape[0]:
             raise RuntimeError(f"a route of {packed.shape[0]} tokens arrived outside a pass of that size")
+        if self._compiled is not None:
+            if self._compiled.pass_number != self._pass_number:
+                self._compiled.begin_pass(info, self._pass_number, layout, ids, gates)
+            to_cpu = self._compiled.plan(layer, packed, plans[layer])
+            self._settled = layer
+            if to_cpu is not None:
+                self._start_cpu(layer, to_cpu, hidden, ids, gates, info)
+            return
         activated = self.residency.activate_packed(
             layer, packed, info.token_mask, ids, gates, self._loads, self._pass_number
         )
@@ -209,7 +222,7 @@ class CacheManager:
         decision = self.policy.on_route(routing)
         placed = self._settle(routing, decision)
         if decision.to_cpu.size:
-            self._start_cpu(routing, decision, hidden)
+            self._start_cpu(layer, decision.to_cpu, hidden, ids, gates, info)
         write_plan(placed, layout, plans[layer])
         self._settled = routing, decision
 
@@ -300,18 +313,20 @@ class CacheManager:
         where = "" if layer is None else f", layer {layer}"
         raise PolicyError(f"policy {self.policy.name!r}{where}: {why}")
 
-    def _start_cpu(self, routing: LayerRouting, decision: Decision, hidden: np.ndarray | None) -> None:
+    def _start_cpu(
+        self,
+        layer: int,
+        experts: Int[np.ndarray, " H"],
+        hidden: np.ndarray | None,
+        ids: Int32[np.ndarray, "N K"],
+        gates: Float32[np.ndarray, "N K"],
+        info: PassInfo,
+    ) -> None:
         if self.cpu_experts is None or hidden is None:
             raise RuntimeError("a CPU share was planned, but the layer's input was not sent to the host")
+        mask = info.token_mask
         self.cpu_experts.submit(
-            CpuWork(
-                layer=routing.layer,
-                hidden=hidden,
-                experts=decision.to_cpu,
-                expert_ids=routing.expert_ids,
-                gates=routing.gates,
-                token_mask=routing.info.token_mask,
-            )
+            CpuWork(layer=layer, hidden=hidden, experts=experts, expert_ids=ids, gates=gates, token_mask=mask)
         )
 
     def _count_settled(self) -> float:
@@ -324,6 +339,9 @@ class CacheManager:
             return 0.0
         start = time.perf_counter()
         try:
+            if isinstance(settled, int):
+                assert self._compiled is not None
+                settled = self._compiled.decided(settled)
             routing, decision = settled
             if self.recorder is not None:
                 self.recorder.on_route(routing.layer, routing.expert_ids, routing.gates)

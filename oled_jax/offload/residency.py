@@ -42,6 +42,15 @@ class Residency:
     def resident(self, layer: int) -> Bool[np.ndarray, " E"]:
         return self.slot[layer] >= 0
 
+    @property
+    def last_resident(self) -> Bool[np.ndarray, " E"]:
+        """Who was resident when a layer was activated last, lent until the next is."""
+        return self._resident
+
+    def tables(self) -> dict[str, np.ndarray]:
+        """What the extension reads and writes when it plans whole layers; `free_slots` it is told and tells."""
+        return {"slot": self.slot, "last_use": self.last_use, "free": self._free, "resident": self._resident}
+
     def counts(self) -> Int[np.ndarray, " L"]:
         return np.count_nonzero(self.slot >= 0, axis=1)
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Float32, Int, Int32
 from oled_jax import native
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, LayerRouting, PassInfo, PolicyContext
-from oled_jax.policies.composed import Retention
+from oled_jax.policies.composed import RankedRoutes, Retention
 
 Psi = Literal["confidence", "ones", "square"]
 Confidence = Literal["previous+rerank", "previous", "none"]
@@ -19,10 +19,13 @@ class Recency(Retention):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        self._scores = np.zeros(context.num_experts)
+        self._scores = np.zeros((context.num_layers, context.num_experts))
 
     def scores(self, layer: int) -> Float[np.ndarray, " E"]:
-        return self._scores
+        return self._scores[layer]
+
+    def ranked_routes(self) -> RankedRoutes:
+        return RankedRoutes(self._scores)
 
 
 class Frequency(Retention):
@@ -135,6 +138,9 @@ class Priority(Retention):
 
     def scores(self, layer: int) -> Float[np.ndarray, " E"]:
         return self._rows[layer]
+
+    def ranked_routes(self) -> RankedRoutes:
+        return RankedRoutes(self._scores, self._weights, self._ids, self._gates)
 
 
 @native.compiled

@@ -46,7 +46,7 @@ def test_hidden_states_of_passes_of_one_size_lie_in_one_place(golden, policy):
 
 def test_inputs_are_the_same_unpacked_in_a_program():
     rng = np.random.default_rng(0)
-    given = PassInputs(
+    given = PassInputs.of(
         tokens=rng.integers(0, 9, (2, 3), np.int32),
         starts=np.array([5, -1], np.int32),
         token_mask=np.array([[True, False, True], [False, True, False]]),
@@ -90,7 +90,7 @@ def test_the_compiled_pass_never_copies_the_pool(golden, dtype, carrier):
     engine = build(*open_golden(golden / "variants" / "base-float32", dtype), "oled", 6, carrier=carrier)
     config, num_slots = engine.config, 40_000
     pool = Pool(*(jax.ShapeDtypeStruct((num_slots, *array.shape[1:]), array.dtype) for array in engine.pool))
-    inputs = PassInputs(
+    inputs = PassInputs.of(
         tokens=np.zeros((1, 8), np.int32),
         starts=np.zeros(1, np.int32),
         token_mask=np.ones((1, 8), bool),

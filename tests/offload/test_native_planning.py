@@ -335,6 +335,8 @@ REPLAYED = [name for name, entry in POLICIES.items() if not (entry.is_reference 
 @pytest.mark.parametrize("policy", [*REPLAYED, "oled:dispatch=makespan", "oled:psi=square:confidence=previous"])
 def test_a_manager_plans_alike_under_every_policy(policy, monkeypatch):
     plans, counts = run_manager(policy)
+    # From here on Python decides, with NumPy's functions.
+    monkeypatch.setattr("oled_jax.offload.manager.compiled_planner", lambda *_: None)
     for module in MODULES:
         for name in native.NUMPY.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, native.NUMPY[name])

@@ -32,17 +32,17 @@ def model(golden):
 
 
 def watched(manager: CacheManager) -> list[tuple]:
-    """What the manager's policy is asked and answers from now on, with the slot table at that moment."""
-    policy, log = manager.policy, []
-    decide = policy.on_route
+    """What the manager decides from now on, with the slot table after it. The engine's may do it in compiled code."""
+    count, log = manager._count, []
 
-    def on_route(routing: LayerRouting) -> Decision:
-        decision = decide(routing)
+    def listen(routing: LayerRouting, decision: Decision) -> None:
         log.append(
             (
                 routing.layer,
                 routing.info.kind,
-                np.flatnonzero(routing.resident & (routing.loads > 0)).tolist(),
+                routing.capacity,
+                routing.hits.tolist(),
+                routing.misses.tolist(),
                 decision.to_gpu.tolist(),
                 decision.to_cpu.tolist(),
                 np.flatnonzero(decision.keep).tolist(),
@@ -50,9 +50,9 @@ def watched(manager: CacheManager) -> list[tuple]:
                 manager.residency.slot.tolist(),
             )
         )
-        return decision
+        count(routing, decision)
 
-    policy.on_route = on_route
+    manager._count = listen
     return log
 
 

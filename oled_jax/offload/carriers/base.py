@@ -20,10 +20,10 @@ Plan = dict[str, Int[Array, "..."]]  # fields of `PlanLayout`
 
 
 class InPlan(NamedTuple):
-    """First item and end, as they stand behind one another in a plan: in this field, from this index on."""
+    """First item and end, as they stand behind one another in a plan: in this field, from this place on."""
 
     field: str
-    index: int = 0
+    place: int = 0
 
 
 # First item and end.
