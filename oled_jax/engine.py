@@ -30,7 +30,7 @@ from oled_jax.offload.pool import Pool, empty_pool
 from oled_jax.offload.residency import DEFAULT_SPARE
 from oled_jax.offload.schedule import Move
 from oled_jax.offload.shares import CacheShares
-from oled_jax.offload.statistics import CacheStatistics
+from oled_jax.offload.statistics import CacheStatistics, routed_loads
 from oled_jax.offload.store import PageStore, aligned_empty, allocate_store
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, PassInfo, Policy
@@ -303,9 +303,10 @@ class Engine:
                 spec, self.trunk, layers, self._pool, cache, Packed.of(inputs), scratch, history
             )
             followed = then(outputs.hidden)
-            # Dispatch may be asynchronous: what it returned is ours only if the pass succeeds.
-            self._pool, cache, outputs = jax.block_until_ready((pool, cache, outputs))
-            self._hidden[inputs.tokens.shape] = outputs.hidden
+            # Dispatch may be asynchronous: what it returned is ours only if the pass succeeds. All of it is ready, or
+            # broken, when one array is: to ask each of some fifty takes 0.1 ms.
+            outputs.hidden.block_until_ready()
+            self._pool, self._hidden[inputs.tokens.shape] = pool, outputs.hidden
         except BaseException:
             self._rebuild_pool()
             raise
@@ -384,11 +385,12 @@ class Engine:
     def _count_routes(self, info: PassInfo, routes: Int[np.ndarray, "L N K"]) -> None:
         """Every page is resident: each activated expert is a hit."""
         E = self.config.num_experts
-        for layer, ids in enumerate(routes):
-            hits = np.flatnonzero(np.bincount(ids[info.token_mask].ravel(), minlength=E))
-            self.statistics.add(info.kind, layer, activated=hits.size, hits=hits.size, capacity=E)
+        activated = routed_loads(routes, info.token_mask, E) > 0
+        for layer, count in enumerate(np.count_nonzero(activated, axis=1).tolist()):
+            self.statistics.add(info.kind, layer, activated=count, hits=count, capacity=E)
             if self._shares is not None:
-                self._shares.add(ids, info.token_mask, hits, hits[:0], hits.size)
+                hits = activated[layer].nonzero()[0]
+                self._shares.add(routes[layer], info.token_mask, hits, hits[:0], count)
 
     @property
     def handle(self) -> np.int32:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from oled_jax.config import ModelConfig
 from oled_jax.models.layers import MLP, linear, swiglu
+from oled_jax.ops.top_experts import best_groups, top_experts
 
 
 @runtime_checkable
@@ -54,8 +55,7 @@ def route(
     )
     scores = jax.nn.sigmoid(logits)
     biased = limit_groups(scores + bias.astype(jnp.float32), config.n_group, config.topk_group)
-    _, ids = jax.lax.top_k(biased, K)
-    gates = jnp.take_along_axis(scores, ids, axis=-1)
+    gates, ids = top_experts(biased, K, of=scores)
     if K > 1:
         gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
     return ids.astype(jnp.int32), gates * config.routed_scaling_factor
@@ -70,7 +70,7 @@ def route_by_softmax(
     Logits are in the working dtype, their softmax over all experts is float32.
     """
     probabilities = jax.nn.softmax(linear(x, weight).astype(jnp.float32), axis=-1)
-    gates, ids = jax.lax.top_k(probabilities, config.num_experts_per_tok)
+    gates, ids = top_experts(probabilities, config.num_experts_per_tok)
     if config.norm_topk_prob:
         gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
     return ids.astype(jnp.int32), gates
@@ -82,9 +82,7 @@ def limit_groups(biased: Float[Array, "N E"], groups: int, passing: int) -> Floa
         return biased
     N, E = biased.shape
     grouped = biased.reshape(N, groups, E // groups)
-    group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
-    _, best = jax.lax.top_k(group_scores, passing)
-    passes = jnp.any(best[:, :, None] == jnp.arange(groups), axis=1)
+    passes = best_groups(grouped, passing)
     return jnp.where(passes[:, :, None], grouped, -jnp.inf).reshape(N, E)
 
 

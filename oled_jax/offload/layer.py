@@ -57,17 +57,18 @@ class OffloadedExperts:
     ) -> tuple[Float[Array, "N D"], ExpertCarry]:
         """The combined rows of the routed experts, and the carry after this layer's transfers."""
         layout, items = self.layout, self.layout.items
-        pool, flat = self.carrier.route(layer, x, ids, gates, carry.pool, layout)
-        plan = layout.fields(flat)
+        pool, plan = self.carrier.route(layer, x, ids, gates, carry.pool, layout)
         rows = item_rows(x, plan["pair_row"], items)
 
         def compute(span: Span, pool: Pool, out: Array) -> Array:
+            numbers = plan.flat
             if isinstance(span, InPlan):
                 span_at = layout.slices[span.field].start + span.place
-                slots_at = layout.slices["item_slot"].start
-                return grouped_ffn(rows, flat, *pool, out, span_at=span_at, slots_at=slots_at)
-            numbers = jnp.concatenate([jnp.stack(span), plan["item_slot"]])
-            return grouped_ffn(rows, numbers, *pool, out, span_at=0, slots_at=2)
+            else:
+                span_at = layout.slices["late_items"].start
+                numbers = numbers.at[span_at : span_at + 2].set(jnp.stack(span))
+            slots_at = layout.slices["item_slot"].start
+            return grouped_ffn(rows, numbers, *pool, out, span_at=span_at, slots_at=slots_at)
 
         pool, out = self.carrier.carry_out(layer, plan, pool, carry.out, compute)
         total = combine(pair_rows(out, plan["pair_row"], items), gates)

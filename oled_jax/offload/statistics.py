@@ -203,3 +203,22 @@ def exchange_arrivals(
 
 def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
+
+
+def routed_loads(
+    expert_ids: Int[np.ndarray, "L N K"], token_mask: Bool[np.ndarray, " N"], num_experts: int
+) -> Int[np.ndarray, "L E"]:
+    """Tokens per layer and expert; padding counts nothing."""
+    loads = np.empty((expert_ids.shape[0], num_experts), np.int64)
+    count_loads(expert_ids, token_mask, loads)
+    return loads
+
+
+@native.compiled
+def count_loads(
+    expert_ids: Int[np.ndarray, "L N K"], token_mask: Bool[np.ndarray, " N"], loads: Int[np.ndarray, "L E"]
+) -> None:
+    """Writes what `routed_loads` returns."""
+    L, E = loads.shape
+    cells = expert_ids[:, token_mask] + np.arange(0, L * E, E)[:, None, None]
+    loads[:] = np.bincount(cells.ravel(), minlength=L * E).reshape(L, E)

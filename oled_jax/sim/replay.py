@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
-from oled_jax import native
 from oled_jax.offload.manager import CacheManager
 from oled_jax.offload.residency import DEFAULT_SPARE
 from oled_jax.offload.schedule import Move, PlacedLayer
-from oled_jax.offload.statistics import CacheStatistics
+from oled_jax.offload.statistics import CacheStatistics, routed_loads
 from oled_jax.ops.grouping import ItemShape
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import FutureRouting, Policy
@@ -182,19 +181,7 @@ def _item_count(loads: Int[np.ndarray, " M"], items: ItemShape) -> int:
 
 def pass_loads(step: TracePass, num_experts: int) -> Int[np.ndarray, "L E"]:
     """Tokens per layer and expert; padding counts nothing."""
-    loads = np.empty((step.expert_ids.shape[0], num_experts), np.int64)
-    count_loads(step.expert_ids, step.info.token_mask, loads)
-    return loads
-
-
-@native.compiled
-def count_loads(
-    expert_ids: Int[np.ndarray, "L N K"], token_mask: Bool[np.ndarray, " N"], loads: Int[np.ndarray, "L E"]
-) -> None:
-    """Writes what `pass_loads` returns."""
-    L, E = loads.shape
-    cells = expert_ids[:, token_mask] + np.arange(0, L * E, E)[:, None, None]
-    loads[:] = np.bincount(cells.ravel(), minlength=L * E).reshape(L, E)
+    return routed_loads(step.expert_ids, step.info.token_mask, num_experts)
 
 
 def future_of(trace: Trace) -> FutureRouting:

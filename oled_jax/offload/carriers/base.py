@@ -4,6 +4,7 @@ It has two sides. A `Carrier` is traced inside the model's program, once for eac
 compiled. A `Mover` belongs to an engine and does what happens between passes.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -16,7 +17,24 @@ from oled_jax.offload.pool import Pool
 from oled_jax.offload.schedule import Move
 from oled_jax.offload.store import PageStore
 
-Plan = dict[str, Int[Array, "..."]]  # fields of `PlanLayout`
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A plan as a program has it.
+
+    A field that is cut out is a kernel, and the device waits for a plan: so that is done where it is needed, and not
+    before a loop that nearly never turns.
+    """
+
+    flat: Int[Array, " size"]
+    layout: PlanLayout
+
+    def __getitem__(self, field: str) -> Int[Array, " _"]:
+        return self.flat[self.layout.slices[field]]
+
+    def entry(self, field: str, index: Int[Array, ""] | int) -> Int[Array, ""]:
+        """One number of a field."""
+        return self.flat[self.layout.slices[field].start + index]
 
 
 class InPlan(NamedTuple):
@@ -44,7 +62,7 @@ class Carrier(Protocol):
         gates: Float[Array, "N K"],
         pool: Pool,
         layout: PlanLayout,
-    ) -> tuple[Pool, Int[Array, " size"]]:
+    ) -> tuple[Pool, Plan]:
         """Asks the manager for a plan of this layout."""
         ...
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from oled_jax.native import UNAVAILABLE, extension
 from oled_jax.offload.carriers.base import Compute, InPlan, Plan
@@ -58,26 +58,30 @@ class NativeCarrier:
         gates: Float[Array, "N K"],
         pool: Pool,
         layout: PlanLayout,
-    ) -> tuple[Pool, Int[Array, " size"]]:
+    ) -> tuple[Pool, Plan]:
         results = (*map(_like, pool), jax.ShapeDtypeStruct((layout.size,), jnp.int32))
         call = jax.ffi.ffi_call("oled_jax_route", results, input_output_aliases={1: 0, 2: 1})
         offsets = np.array([layout.slices[name].start for name in PLAN_FIELDS], np.int64)
         hidden = (x,) if self.uses_cpu else ()
         *arrays, flat = call(pack(ids, gates), *pool, *hidden, layer=np.int32(layer), offsets=offsets)
-        return Pool(*arrays), flat
+        return Pool(*arrays), Plan(flat, layout)
 
     def carry_out(
         self, layer: int, plan: Plan, pool: Pool, out: Float[Array, "I R D"], compute: Compute
     ) -> tuple[Pool, Float[Array, "I R D"]]:
-        def early_round(index: Int[Array, ""], out: Float[Array, "I R D"]) -> Array:
+        def turns(state: tuple[Int[Array, ""], Array]) -> Bool[Array, ""]:
+            return state[0] < plan.entry("early_rounds", 0)
+
+        def early_round(state: tuple[Int[Array, ""], Array]) -> tuple[Int[Array, ""], Array]:
+            index, out = state
             # The first computes the hits, too: a later one may move pages into their slots.
-            first = jnp.where(index > 0, plan["item_end"][index - 1], 0)
-            return compute((first, plan["item_end"][index]), pool, _land(out, pool))
+            first = jnp.where(index > 0, plan.entry("item_end", index - 1), 0)
+            return index + 1, compute((first, plan.entry("item_end", index)), pool, _land(out, pool))
 
         # The host must know how often a loop turns and waits for the device to say it: that takes least now, while the
         # device has nothing to do. Then the host runs ahead of the device. Nearly always one round is all there is, and
         # the loop does not turn: its pages move while the hits are computed.
-        out = jax.lax.fori_loop(0, plan["early_rounds"][0], early_round, out)
+        _, out = jax.lax.while_loop(turns, early_round, (jnp.int32(0), out))
         out = compute(InPlan("late_items"), pool, out)
         return pool, compute(InPlan("late_items", 1), pool, _land(out, pool))
 
@@ -88,7 +92,7 @@ class NativeCarrier:
         # Taking `total` makes the wait for the CPU come after the device's own work is on its way.
         share = call(total, pool.gate_up, layer=np.int32(layer))
         # Adding zeros is not the identity (-0.0 + 0.0 is 0.0).
-        return jnp.where(plan["cpu_pairs"][0] > 0, total + share, total)
+        return jnp.where(plan.entry("cpu_pairs", 0) > 0, total + share, total)
 
 
 def _like(array: Array) -> jax.ShapeDtypeStruct:

@@ -62,10 +62,10 @@ class PortableCarrier:
         gates: Float[Array, "N K"],
         pool: Pool,
         layout: PlanLayout,
-    ) -> tuple[Pool, Int[Array, " size"]]:
+    ) -> tuple[Pool, Plan]:
         result = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         operands = (self.handle, np.int32(layer), pack(ids, gates), *((x,) if self.uses_cpu else ()))
-        return pool, io_callback(_route, result, *operands, ordered=False)
+        return pool, Plan(io_callback(_route, result, *operands, ordered=False), layout)
 
     def carry_out(
         self, layer: int, plan: Plan, pool: Pool, out: Float[Array, "I R D"], compute: Compute
