@@ -80,10 +80,11 @@ class NumpyView {
     step_ = PyArray_STRIDE(array, 0);
     return true;
   }
-  // The same, and keeps the array.
+  // The same, and keeps the array. Where it is none, what was there stays.
   bool own(nanobind::object array) noexcept {
+    if (!borrow(array.ptr())) return false;
     owner_ = std::move(array);
-    return borrow(owner_.ptr());
+    return true;
   }
 
   int64_t shape(int axis) const { return shape_[axis]; }
@@ -134,6 +135,7 @@ class NumpyView {
   }
 
   using Type = NumpyType<std::remove_const_t<T>>;
+  static_assert(sizeof(npy_long) == sizeof(int64_t));
   static constexpr int kOtherInt64 = NPY_INT64 == NPY_LONG ? NPY_LONGLONG : NPY_LONG;
 
   void* data_ = nullptr;

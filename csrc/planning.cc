@@ -323,7 +323,6 @@ nb::object best_residents(const Flags& resident, const Numbers& entering, const 
   return chosen.object();
 }
 
-
 // As in oled_jax/offload/residency.py.
 enum Fault : int64_t { kNoFault, kNotTheMisses, kKeepsAbsent, kKeepsTooMany };
 
@@ -415,8 +414,8 @@ Moved move_pages(int64_t layer, int64_t num_free, const Numbers& hits, const Num
     if (pool.num_free == 0) pool.release();
     // A round leaves half of the free slots to the next one.
     const int64_t half = (pool.num_free + static_cast<int64_t>(pool.waiting.size()) + 1) / 2;
-    const int64_t most = several ? std::min(pool.num_free, half) : pool.num_free;
-    const int64_t end = std::min(G, done + most);
+    const int64_t taken = several ? std::min(pool.num_free, half) : pool.num_free;
+    const int64_t end = std::min(G, done + taken);
     if (end == done && done < G) throw std::runtime_error("no slot is free");
     pool.num_free -= end - done;
     for (int64_t i = done; i < end; ++i) {
@@ -450,7 +449,6 @@ nb::tuple exchange_pages(int64_t layer, int64_t num_free, const Numbers& hits,
   const int64_t given = moved.fault ? 0 : static_cast<int64_t>(slots.size());
   return nb::make_tuple(moved.fault, moved.rounds, moved.num_free, new_array(slots.data(), given));
 }
-
 
 // The order of WRITTEN in oled_jax/offload/plan.py.
 enum Field {

@@ -20,6 +20,7 @@ from oled_jax.decode.block_diffusion import BlockDiffusion
 from oled_jax.decode.events import Event, FinishEvent, Result
 from oled_jax.decode.whole_text import one_block
 from oled_jax.errors import UsageError
+from oled_jax.interrupts import interrupts_held
 from oled_jax.models.kv_cache import KVCache
 from oled_jax.models.registry import assemble
 from oled_jax.offload.carriers.base import Mover
@@ -53,6 +54,8 @@ from oled_jax.whole_text_session import WholeTextSession
 
 Cache = TypeVar("Cache", bound=KVCache | None)
 Followed = TypeVar("Followed")
+
+MOST_SHAPES = 4  # of passes whose hidden states keep their place; a run has three
 
 
 @runtime_checkable
@@ -253,6 +256,7 @@ class Engine:
 
         The engine cannot be used afterwards.
         """
+        self._hidden.clear()
         if self.mover is not None:
             self.mover.reset()
         if self.cpu_experts is not None:
@@ -296,31 +300,38 @@ class Engine:
             gates=gates,
         )
         layers = self.mover.operands if self.mover else ()
-        try:
-            scratch = self._scratch(inputs.tokens.shape)
-            program = resident_pass if self.manager is None else forward_pass
-            pool, cache, outputs = program(
-                spec, self.trunk, layers, self._pool, cache, Packed.of(inputs), scratch, history
-            )
-            followed = then(outputs.hidden)
-            # Dispatch may be asynchronous: what it returned is ours only if the pass succeeds. All of it is ready, or
-            # broken, when one array is: to ask each of some fifty takes 0.1 ms.
-            outputs.hidden.block_until_ready()
-            self._pool, self._hidden[inputs.tokens.shape] = pool, outputs.hidden
-        except BaseException:
-            self._rebuild_pool()
-            raise
-        if self.manager is not None:
+        program = resident_pass if self.manager is None else forward_pass
+        # A pass that has begun is waited for, and what it left is ours: whatever comes meanwhile waits, too.
+        with interrupts_held():
+            error: BaseException | None = None
             try:
-                self.manager.end_pass()
+                scratch = self._scratch(inputs.tokens.shape)
+                pool, cache, outputs = program(
+                    spec, self.trunk, layers, self._pool, cache, Packed.of(inputs), scratch, history
+                )
+                try:
+                    followed = then(outputs.hidden)
+                except BaseException as failure:  # raised when the pass is over
+                    error = failure
+                # All of it is ready, or broken, when one array is: to ask each of some fifty takes 0.1 ms.
+                outputs.hidden.block_until_ready()
+                self._pool, self._hidden[inputs.tokens.shape] = pool, outputs.hidden
             except BaseException:
-                if self.mover is not None:
-                    self.mover.reset()
+                self._rebuild_pool()
                 raise
-        elif outputs.routes is not None:
-            self._count_routes(info, np.asarray(outputs.routes))
-        if recording is not None:
-            recording.end_pass(outputs)
+            if self.manager is not None:
+                try:
+                    self.manager.end_pass()
+                except BaseException:
+                    if self.mover is not None:
+                        self.mover.reset()
+                    raise
+            if error is not None:
+                raise error
+            if outputs.routes is not None:
+                self._count_routes(info, np.asarray(outputs.routes))
+            if recording is not None:
+                recording.end_pass(outputs)
         return cache, followed
 
     def _scratch(self, tokens: tuple[int, ...]) -> jax.Array:
@@ -328,6 +339,8 @@ class Engine:
         found = self._hidden.pop(tokens, None)
         if found is not None:
             return found
+        if len(self._hidden) == MOST_SHAPES:
+            del self._hidden[next(iter(self._hidden))]
         # Committed, as what a pass returns is: else the second pass would compile anew.
         empty = jnp.zeros((*tokens, self.config.hidden_size), jnp.dtype(self.config.dtype))
         return jax.device_put(empty, jax.local_devices()[0])

@@ -109,8 +109,8 @@ class PassInputs(NamedTuple):
 class SampleInputs(NamedTuple):
     """What `sample` needs besides hidden states.
 
-    seed, requests, pass_index: of the random keys (`decode.sampling.row_keys`). folds: of a pass over two blocks; the
-    tokens are those of `own_blocks`.
+    seed, requests, pass_index: of the random keys (`decode.sampling.row_keys`); the seed as its 32 bits. folds: of a
+    pass over two blocks; the tokens are those of `own_blocks`.
     """
 
     seed: Int32[Array, ""]
@@ -142,8 +142,11 @@ class Packed(Generic[Inputs]):
 
     @classmethod
     def of(cls, inputs: Inputs) -> "Packed[Inputs]":
-        """From NumPy arrays."""
+        """From NumPy arrays of int32 and bool. Raises TypeError for others, whose numbers might not fit."""
         arrays = [None if value is None else np.asarray(value) for value in inputs]
+        for name, array in zip(inputs._fields, arrays, strict=True):
+            if array is not None and array.dtype not in (np.int32, np.bool_):
+                raise TypeError(f"{type(inputs).__name__}.{name} is {array.dtype}, not int32 or bool")
         shapes = tuple(None if array is None else (array.shape, array.dtype == bool) for array in arrays)
         numbers = np.concatenate([array.ravel() for array in arrays if array is not None], dtype=np.int32)
         return cls(numbers, type(inputs), shapes)
@@ -283,7 +286,10 @@ def sample(
       that is brought to the host takes a quarter of a millisecond.
     """
     given = inputs.unpack()
-    keys = row_keys(given.seed, given.requests, given.pass_index) if sampling.temperature > 0 else None
+    keys = None
+    if sampling.temperature > 0:
+        seed = jax.lax.bitcast_convert_type(given.seed, jnp.uint32)
+        keys = row_keys(seed, given.requests, given.pass_index)
     hidden = own_blocks(given.folds, hidden)
     if sampling.shifted:
         # Position 0 has no position before it; its token is always given.

@@ -294,12 +294,13 @@ class Session:
             folds=folds if self._engine.records_hidden else None,
         )
 
+        given = None
+        if passes is not None:
+            seed, requests = np.uint32(self._decoding.seed).view(np.int32), self._numbers[self._request]
+            given = Packed.of(SampleInputs.of(seed=seed, requests=requests, pass_index=passes, folds=folds))
+
         def follow(hidden: jax.Array) -> jax.Array | None:
-            if passes is None:
-                return None
-            seed, requests = np.int32(self._decoding.seed), self._numbers[self._request]
-            given = SampleInputs.of(seed=seed, requests=requests, pass_index=passes, folds=folds)
-            return sample(self._sampling, self._engine.head, hidden, Packed.of(given))
+            return None if given is None else sample(self._sampling, self._engine.head, hidden, given)
 
         block_length = self._decoding.block_length
         self._cache, sampled = self._engine.run_pass(info, inputs, self._cache, block_length, follow)

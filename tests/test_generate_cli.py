@@ -112,6 +112,8 @@ def test_sampling_depends_on_the_seed_only(run, tiny_model):
     first = run(*sampled, "--seed", "1")[1]
     assert run(*sampled, "--seed", "1", "--expert-cache-gb", GIGABYTES)[1] == first
     assert run(*sampled, "--seed", "2")[1] != first
+    last = str(2**32 - 1)
+    assert run(*sampled, "--seed", last)[1] == run(*sampled, "--seed", last)[1] != first
 
 
 def test_the_21_family_edits(run, acceptance, tmp_path):

@@ -9,14 +9,14 @@ import errno
 import logging
 import os
 import re
-import signal
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from oled_jax.interrupts import interrupts_held
 
 FAILED_SYSTEM_CALL = re.compile(r"os_error_code='(\d+)'")  # how TensorStore words it
 LEAST_CONCURRENT_GB = 1
@@ -43,6 +43,8 @@ def save_arrays(directory: Path, arrays: Mapping[tuple[str, ...], np.ndarray]) -
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=False, use_compression=False, save_concurrent_gb=max(largest_gb, LEAST_CONCURRENT_GB)
     )
+    # Orbax runs asyncio. An interrupt that meets it while it makes an event loop leaves half of one, which complains on
+    # standard error when it is thrown away.
     with interrupts_held(), _quiet(), _system_errors(directory), ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(directory, _nested(arrays))
     for path, array in arrays.items():
@@ -59,27 +61,6 @@ def _nested(arrays: Mapping[tuple[str, ...], np.ndarray]) -> dict[str, Any]:
             node = node.setdefault(part, {})
         node[path[-1]] = array
     return tree
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Ctrl-C takes effect when this is over.
-
-    Orbax runs asyncio. An interrupt that meets it while it makes an event loop leaves half of one, which complains on
-    standard error when it is thrown away. Only the main thread is interrupted; where nobody is, nothing is done.
-    """
-    ignored = signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None)
-    if ignored or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: held.set())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if held.is_set():
-            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -13,7 +13,9 @@ from oled_jax.offload.plan import PlanLayout
 from oled_jax.offload.residency import Residency
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import Decision, LayerRouting, PassInfo, Policy
-from oled_jax.policies.composed import ComposedPolicy, SplitFigures
+from oled_jax.policies.composed import ComposedPolicy
+from oled_jax.policies.dispatch import BalancedDispatch, TransferAll
+from oled_jax.policies.retention import Priority, Recency
 
 
 def compiled_planner(policy: Policy, residency: Residency, loads: Int[np.ndarray, " E"]) -> "CompiledPlanner | None":
@@ -23,36 +25,39 @@ def compiled_planner(policy: Policy, residency: Residency, loads: Int[np.ndarray
       residency: its tables are read and written.
       loads: scratch, gets the tokens per expert of the layer that is planned.
     """
-    # What a subclass decides in another way is not ours.
-    if native.extension is None or getattr(type(policy), "on_route", None) is not ComposedPolicy.on_route:
+    if native.extension is None or not isinstance(policy, ComposedPolicy):
         return None
-    assert isinstance(policy, ComposedPolicy)
-    routes, figures = policy.retention.ranked_routes(), policy.dispatch.split_figures()
-    if routes is None or figures is None:
+    # What a subclass, or an attribute of this very policy, does in another way is not ours.
+    if getattr(policy.on_route, "__func__", None) is not ComposedPolicy.on_route:
         return None
-    return CompiledPlanner(policy, residency, loads, figures)
+    retention, dispatch = policy.retention, policy.dispatch
+    if type(retention) not in (Priority, Recency) or type(dispatch) not in (BalancedDispatch, TransferAll):
+        return None
+    # Without a CPU backend a share is an error that the manager words.
+    if dispatch.uses_cpu and not policy.context.cpu_available:
+        return None
+    return CompiledPlanner(policy, residency, loads)
 
 
 class CompiledPlanner:
     """Plans the layers of passes. Made by `compiled_planner`."""
 
-    def __init__(
-        self, policy: ComposedPolicy, residency: Residency, loads: Int[np.ndarray, " E"], figures: SplitFigures
-    ) -> None:
+    def __init__(self, policy: ComposedPolicy, residency: Residency, loads: Int[np.ndarray, " E"]) -> None:
         self._policy = policy
         self._residency = residency
         self._loads = loads
-        self._transfers_all = figures.transfers_all
         self.pass_number = 0  # of the pass that was begun last
-        costs = policy.context.costs
+        dispatch, costs = policy.dispatch, policy.dispatch.context.costs
+        balanced = dispatch if isinstance(dispatch, BalancedDispatch) else None
+        self._transfers_all = balanced is None
         self._planner = native.extension.planning.LayerPlanner(  # type: ignore[union-attr]
             **residency.tables(),
             loads=loads,
             h2d_us=costs.h2d_us,
             cpu_fixed_us=costs.cpu_fixed_us,
             cpu_token_us=costs.cpu_token_us,
-            reuse_weight=figures.reuse_weight,
-            swaps=figures.swaps,
+            reuse_weight=0.0 if balanced is None else balanced.reuse_weight,
+            swaps=0 if balanced is None else balanced.swaps,
         )
 
     def begin_pass(
@@ -64,9 +69,9 @@ class CompiledPlanner:
         gates: Float32[np.ndarray, "N K"],
     ) -> None:
         """A pass starts, and the policy knows of it. expert_ids, gates: get those of the layer that is planned."""
-        routes = self._policy.retention.ranked_routes()
-        assert routes is not None
-        self.pass_number = pass_number
+        retention = self._policy.retention
+        assert isinstance(retention, Priority | Recency)
+        routes = retention.ranked_routes()
         self._info, self._expert_ids, self._gates = info, expert_ids, gates
         self._planner.begin_pass(
             pass_number=pass_number,
@@ -82,6 +87,7 @@ class CompiledPlanner:
             rows=layout.items.rows,
             bounds=layout.bounds,
         )
+        self.pass_number = pass_number
 
     def plan(
         self, layer: int, packed: Int[np.ndarray, "N K2"], plan: Int32[np.ndarray, " size"]
@@ -110,7 +116,7 @@ class CompiledPlanner:
         return routing, Decision(to_gpu=to_gpu, to_cpu=to_cpu, keep=keep)
 
     def end_pass(self) -> None:
-        """A pass is over: its times go to the policy's clock."""
+        """A pass is over, or broke: its times go to the policy's clock."""
         micros = self._policy.clock.micros
         priority_us, dispatch_us = self._planner.take_times()
         micros["priority"] += priority_us

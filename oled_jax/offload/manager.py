@@ -124,8 +124,8 @@ class CacheManager:
         self._shrink()
         staged = self._stage(requests, outcome.kind)
         total = self._planning_us + (time.perf_counter() - start) * 1e6
-        parts = dict(self.policy.clock.micros)
-        self.policy.clock.micros = dict.fromkeys(parts, 0.0)
+        parts = self.policy.clock.micros
+        self.policy.clock.clear()
         residency = total - sum(parts.values())
         parts |= {"residency": residency, "total": total, "accounting": self._accounting_us}
         self.statistics.add_planning(outcome.kind, parts)
@@ -148,6 +148,9 @@ class CacheManager:
         """Empties the cache: the pool's content is no longer known. A failure that is kept goes, too."""
         if self.cpu_experts is not None:
             self.cpu_experts.reset()
+        if self._compiled is not None:
+            self._compiled.end_pass()
+        self.policy.clock.clear()
         self.residency.clear()
         self.policy.forget_residents()
         self.statistics.forget()

@@ -247,7 +247,7 @@ def move_pages(
 def _find_fault(
     misses: Int[np.ndarray, " M"],
     to_gpu: Int[np.ndarray, " G"],
-    to_cpu: Int[np.ndarray, " H"],
+    to_cpu: Int[np.ndarray, " C"],
     resident: Bool[np.ndarray, " E"],
     keep: Bool[np.ndarray, " E"],
     most: int,

@@ -2,7 +2,7 @@
 
 `jax.lax.top_k` sorts there, with a copy and a kernel of its own for each call, and a router calls it three times. With
 a block's few tokens every pair of entries is compared in less time than that takes to launch. The entries found are the
-same, in the same order.
+same, in the same order; so are groups of finite entries.
 """
 
 import jax

@@ -154,6 +154,10 @@ class PlanningClock:
     PARTS = ("priority", "allocation", "dispatch")
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """A pass is over and was read, or broke."""
         self.micros = dict.fromkeys(self.PARTS, 0.0)
 
     def part(self, name: str) -> "_TimedPart":

@@ -10,7 +10,6 @@ The abstract parts and their composition. The parts themselves are in `retention
 import abc
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -28,27 +27,6 @@ from oled_jax.policies.base import (
 )
 
 
-class RankedRoutes(NamedTuple):
-    """How a retention rule scores experts, as the extension needs it (`offload/compiled_planner.py`).
-
-    weights, expert_ids, gates: what `retention.score_layer` makes a layer's scores of, and where it keeps the routes;
-    None: the scores stay as they are. All arrays may be replaced between passes.
-    """
-
-    scores: Float[np.ndarray, "L E"]
-    weights: Float[np.ndarray, " N"] | None = None
-    expert_ids: Int[np.ndarray, "L N K"] | None = None
-    gates: Float[np.ndarray, "L N K"] | None = None
-
-
-class SplitFigures(NamedTuple):
-    """How a dispatch rule splits misses, as the extension needs it: all are transferred, or `split_balanced`."""
-
-    transfers_all: bool
-    reuse_weight: float = 0.0
-    swaps: int = 0
-
-
 class Retention(abc.ABC):
     """Which residents stay: a score per expert. `observe` sees every routing before `scores` is asked."""
 
@@ -61,10 +39,6 @@ class Retention(abc.ABC):
     @abc.abstractmethod
     def scores(self, layer: int) -> Float[np.ndarray, " E"]:
         """Greater is better; ties are broken by last use. The array belongs to the rule."""
-
-    def ranked_routes(self) -> RankedRoutes | None:
-        """All that `observe` does and `scores` says, where the extension can do it; None: it cannot."""
-        return None
 
     def begin_request(self) -> None:
         """A request starts: per-request counts are forgotten here."""
@@ -106,10 +80,6 @@ class Dispatch(abc.ABC):
         self, routing: LayerRouting, scores: Float[np.ndarray, " E"]
     ) -> tuple[Int[np.ndarray, " G"], Int[np.ndarray, " H"]]:
         """The misses as (to_gpu, to_cpu)."""
-
-    def split_figures(self) -> SplitFigures | None:
-        """All that `split` does, where the extension can do it; None: it cannot."""
-        return None
 
 
 class ComposedPolicy(Policy):

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from oled_jax import native
 from oled_jax.cost.profile import CostProfile
 from oled_jax.policies.base import LayerRouting, PolicyContext
-from oled_jax.policies.composed import Dispatch, SplitFigures, everything_transferred
+from oled_jax.policies.composed import Dispatch, everything_transferred
 
 Split = tuple[Int[np.ndarray, " G"], Int[np.ndarray, " H"]]
 
@@ -20,9 +20,6 @@ class TransferAll(Dispatch):
 
     def split(self, routing: LayerRouting, scores: Float[np.ndarray, " E"]) -> Split:
         return everything_transferred(routing)
-
-    def split_figures(self) -> SplitFigures:
-        return SplitFigures(transfers_all=True)
 
 
 class ComputeAll(Dispatch):
@@ -89,9 +86,6 @@ class BalancedDispatch(CostedDispatch):
             return misses, misses
         figures = costs.h2d_us, costs.cpu_fixed_us, costs.cpu_token_us, self.reuse_scale(routing)
         return split_balanced(misses, routing.loads, scores, *figures, self.swaps)
-
-    def split_figures(self) -> SplitFigures:
-        return SplitFigures(transfers_all=False, reuse_weight=self.reuse_weight, swaps=self.swaps)
 
 
 def cost_misses(

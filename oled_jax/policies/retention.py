@@ -1,6 +1,6 @@
 """Which residents stay: the ranking rules that several policies share."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Float32, Int, Int32
@@ -8,10 +8,23 @@ from jaxtyping import Float, Float32, Int, Int32
 from oled_jax import native
 from oled_jax.passes import PassKind
 from oled_jax.policies.base import IterationOutcome, LayerRouting, PassInfo, PolicyContext
-from oled_jax.policies.composed import RankedRoutes, Retention
+from oled_jax.policies.composed import Retention
 
 Psi = Literal["confidence", "ones", "square"]
 Confidence = Literal["previous+rerank", "previous", "none"]
+
+
+class RankedRoutes(NamedTuple):
+    """How a retention rule scores experts, as the extension needs it (`offload/compiled_planner.py`).
+
+    weights, expert_ids, gates: what `score_layer` makes a layer's scores of, and where it keeps the routes;
+    None: the scores stay as they are. All arrays may be replaced between passes.
+    """
+
+    scores: Float[np.ndarray, "L E"]
+    weights: Float[np.ndarray, " N"] | None = None
+    expert_ids: Int[np.ndarray, "L N K"] | None = None
+    gates: Float[np.ndarray, "L N K"] | None = None
 
 
 class Recency(Retention):
@@ -25,6 +38,7 @@ class Recency(Retention):
         return self._scores[layer]
 
     def ranked_routes(self) -> RankedRoutes:
+        """All that `observe` does and `scores` says."""
         return RankedRoutes(self._scores)
 
 
@@ -140,6 +154,7 @@ class Priority(Retention):
         return self._rows[layer]
 
     def ranked_routes(self) -> RankedRoutes:
+        """All that `observe` does and `scores` says."""
         return RankedRoutes(self._scores, self._weights, self._ids, self._gates)
 
 

@@ -1,11 +1,14 @@
 """Whatever breaks, the caller gets that error and the engine serves the next request. And nothing leaks."""
 
 import dataclasses
+import signal
+import time
 
 import numpy as np
 import pytest
 from engines import GREEDY, SLOTS, build, build_plain, check_residency, context, open_golden, open_tiny, run
 
+from oled_jax import session
 from oled_jax.errors import PolicyError
 from oled_jax.offload.cpu_experts.workers import ThreadedCpuExperts
 from oled_jax.policies.lru import LruPolicy
@@ -128,3 +131,44 @@ def test_two_thousand_iterations_leave_the_memory_flat(golden):
     engine.close()
     # 2,000 passes x 2 layers: one leaked plan (about 4 KB) each would be 16 MB. The allocator drifts by less than 8.
     assert growth < 8_000
+
+
+class SamplerBrokeError(Exception):
+    """Raised by the sampler below and by nothing else."""
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, whatever the process that runs the tests makes of it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(
+    ("policy", "carrier"), [("all", "auto"), ("lru", "auto"), ("oled", "auto"), ("lru", "portable")]
+)
+@pytest.mark.parametrize("error", [SamplerBrokeError, KeyboardInterrupt])
+def test_what_breaks_while_a_pass_runs_waits_until_it_is_over(model, expected, monkeypatch, policy, carrier, error):
+    slots = {} if policy == "all" else {"slots": SLOTS, "carrier": carrier}
+    engine = build(*model, policy, 3, **slots)
+    run(engine, [PROMPT])
+    sample, calls = session.sample, []
+    if engine.manager is not None:  # so that layers are still planned when the sampler breaks
+        plan = engine.manager._plan
+        monkeypatch.setattr(engine.manager, "_plan", lambda *arguments: (time.sleep(0.01), plan(*arguments))[1])
+
+    def breaks(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3 and error is KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+        elif len(calls) == 3:
+            raise error
+        return sample(*arguments)
+
+    monkeypatch.setattr(session, "sample", breaks)
+    with pytest.raises(error):
+        run(engine, [PROMPT])
+    monkeypatch.setattr(session, "sample", sample)
+    assert run(engine, [PROMPT])[0].output_ids == expected

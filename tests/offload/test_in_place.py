@@ -33,6 +33,15 @@ def test_the_pool_stays_where_it_is(engine):
     assert [array.unsafe_buffer_pointer() for array in engine.pool] == before
 
 
+@pytest.mark.parametrize("wrong", [{"manager": np.int64(1)}, {"starts": np.zeros(1, np.float32)}])
+def test_inputs_whose_numbers_might_not_fit_are_refused(wrong):
+    given = {"tokens": np.zeros((1, 2), np.int32), "starts": np.zeros(1, np.int32), "token_mask": np.ones((1, 2), bool)}
+    given |= {"sequence_length": np.int32(2), "manager": np.int32(0)}
+    Packed.of(PassInputs.of(**given))
+    with pytest.raises(TypeError, match=rf"PassInputs\.{next(iter(wrong))} is "):
+        Packed.of(PassInputs.of(**given | wrong))
+
+
 @pytest.mark.parametrize("policy", ["all", "oled"])
 def test_hidden_states_of_passes_of_one_size_lie_in_one_place(golden, policy):
     """What moved would have to be patched in CUDA graphs."""
