@@ -27,8 +27,14 @@ def chunk_file(path: tuple[str, ...], dimensions: int) -> str:
     return f"{'.'.join(path)}/{'.'.join(['0'] * max(dimensions, 1))}"
 
 
+# Orbax runs asyncio. An interrupt that meets it while it makes an event loop leaves half of one, which complains on
+# standard error when it is thrown away; one that meets the garbage collector while Orbax is imported is lost in JAX's
+# callback.
+@interrupts_held()
 def save_arrays(directory: Path, arrays: Mapping[tuple[str, ...], np.ndarray]) -> None:
     """Writes one Orbax checkpoint: nested dictionaries of arrays, complete and on the disk when this returns.
+
+    Ctrl-C takes effect when it has returned.
 
     Args:
       directory: must not exist. It appears under this name when it is complete.
@@ -43,9 +49,7 @@ def save_arrays(directory: Path, arrays: Mapping[tuple[str, ...], np.ndarray]) -
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=False, use_compression=False, save_concurrent_gb=max(largest_gb, LEAST_CONCURRENT_GB)
     )
-    # Orbax runs asyncio. An interrupt that meets it while it makes an event loop leaves half of one, which complains on
-    # standard error when it is thrown away.
-    with interrupts_held(), _quiet(), _system_errors(directory), ocp.Checkpointer(handler) as checkpointer:
+    with _quiet(), _system_errors(directory), ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(directory, _nested(arrays))
     for path, array in arrays.items():
         file = directory / chunk_file(path, array.ndim)

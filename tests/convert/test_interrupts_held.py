@@ -1,11 +1,15 @@
 """Ctrl-C while Orbax writes."""
 
+import asyncio
+import os
 import signal
 import threading
 
+import numpy as np
 import pytest
 
-from oled_jax.convert.arrays import interrupts_held
+from oled_jax.convert.arrays import chunk_file, save_arrays
+from oled_jax.interrupts import interrupts_held
 
 
 @pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["interrupted", "ignored"])
@@ -20,7 +24,7 @@ def test_an_interrupt_arrives_when_the_section_is_over(handler):
 
     def section():
         with interrupts_held():
-            signal.raise_signal(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
             passed.append("inside")
         passed.append("after")
 
@@ -40,7 +44,7 @@ def test_an_error_inside_is_not_lost(handler):
 
     def fail_interrupted():
         with interrupts_held():
-            signal.raise_signal(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
             fail()
 
     with pytest.raises(OSError, match="disk is full"), interrupts_held():
@@ -63,3 +67,22 @@ def test_other_threads_are_left_alone(handler):
     thread.start()
     thread.join()
     assert seen == [handler]
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler], indirect=True)
+def test_orbax_finishes_what_it_was_handed(handler, tmp_path, monkeypatch):
+    made = []
+    make = asyncio.new_event_loop
+
+    def interrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        made.append(make())
+        return made[-1]
+
+    monkeypatch.setattr(asyncio, "new_event_loop", interrupted)
+    array = np.arange(6, dtype=np.float32)
+    with pytest.raises(KeyboardInterrupt):
+        save_arrays(tmp_path / "layer", {("up",): array})
+    assert made
+    assert (tmp_path / "layer" / chunk_file(("up",), 1)).read_bytes() == array.tobytes()
+    assert signal.getsignal(signal.SIGINT) is handler
