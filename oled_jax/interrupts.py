@@ -4,11 +4,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Ctrl-C takes effect when this is over.
+    """Ctrl-C takes effect when this is over; pressed again, at once.
 
     Only the main thread is interrupted; elsewhere, and where nobody listens to Ctrl-C, nothing is done.
     """
@@ -17,7 +18,15 @@ def interrupts_held() -> Iterator[None]:
         yield
         return
     held = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: held.set())
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held.is_set() and callable(before):
+            held.clear()
+            before(number, frame)
+        else:
+            held.set()
+
+    before = signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:

@@ -38,6 +38,23 @@ def test_an_interrupt_arrives_when_the_section_is_over(handler):
 
 
 @pytest.mark.parametrize("handler", [signal.default_int_handler], indirect=True)
+def test_a_second_interrupt_arrives_at_once(handler):
+    passed = []
+
+    def section():
+        with interrupts_held():
+            os.kill(os.getpid(), signal.SIGINT)
+            passed.append("once")
+            os.kill(os.getpid(), signal.SIGINT)
+            passed.append("twice")
+
+    with pytest.raises(KeyboardInterrupt):
+        section()
+    assert passed == ["once"]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler], indirect=True)
 def test_an_error_inside_is_not_lost(handler):
     def fail():
         raise OSError("the disk is full")
@@ -75,7 +92,8 @@ def test_orbax_finishes_what_it_was_handed(handler, tmp_path, monkeypatch):
     make = asyncio.new_event_loop
 
     def interrupted():
-        os.kill(os.getpid(), signal.SIGINT)
+        if not made:
+            os.kill(os.getpid(), signal.SIGINT)
         made.append(make())
         return made[-1]
 
