@@ -190,7 +190,7 @@ def _forward_pass(
     pool: Pool,
     cache: KVCache | None,
     inputs: Packed[PassInputs],
-    scratch: Float[Array, "B T D"],
+    scratch: Float[Array, "B W D"],
     history: History = (),
 ) -> tuple[Pool, KVCache | None, PassOutputs]:
     """One pass through the trunk. Pool, cache, scratch and history are donated and updated in place.
