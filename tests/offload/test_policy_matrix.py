@@ -26,7 +26,7 @@ OPTIONS = [
     "oled:allocation=uniform",
     "finemoe:distance=1",
 ]
-OTHER_LENGTHS = [pytest.param(length, marks=pytest.mark.exhaustive) for length in (4, 16)]
+OTHER_LENGTHS = [pytest.param(length, marks=pytest.mark.slow) for length in (4, 16)]
 ON_CPU = [*NEEDS_CPU, "oled", *(f"oled:dispatch={rule}" for rule in ("load", "cpu", "makespan"))]
 # Against logits of standard deviation about 4: the CPU keeps float32 between the two products, as the device does, and
 # sums in another order. Observed at most 2e-5.
@@ -72,7 +72,7 @@ def reference(model):
         *((8, policy, capacity) for policy in TRANSFERRING for capacity in CAPACITIES),
         *((8, policy, CAPACITIES[0]) for policy in OPTIONS),
         *(
-            pytest.param(length, policy, CAPACITIES[0], marks=pytest.mark.exhaustive)
+            pytest.param(length, policy, CAPACITIES[0], marks=pytest.mark.slow)
             for length in (4, 16)
             for policy in TRANSFERRING
         ),
